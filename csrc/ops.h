@@ -1,0 +1,63 @@
+// Every op of the engine, declared once. cpu/x.cpp and cuda/x.cu define the twins; ops/reference.py
+// is the specification. Argument order: outputs, inputs, index tensors, scalars, stream.
+// Shapes: T tokens, S sequences, R rows of logits, H hidden_size, V vocab_size. "bf16" is BFloat16.
+// A leading dimension of 0 is legal everywhere and does nothing.
+#pragma once
+
+#include "tensor.h"
+
+namespace tinyvllm::cpu {
+
+// out[t] = weight[input_ids[t]].            out [T,H] bf16, input_ids [T] i32, weight [V,H] bf16
+void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight);
+
+// out = x / rms(x) * weight over the last dimension. out, x [T,H] or [T,heads,head_dim] bf16, rows
+// may be strided (a view of qkv), the last dimension is contiguous; out may alias x.
+void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps);
+
+// residual += x (rounded to bf16); out = rms_norm(residual).   out, residual, x [T,H] bf16
+void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,
+                  float eps);
+
+// Rotates q and k in place (HF half-split layout), then writes k and v to their cache slots.
+// q [T,num_heads,head_dim], k, v [T,num_kv_heads,head_dim] bf16 (views of qkv, token stride free);
+// k_cache, v_cache [num_blocks,block_size,num_kv_heads,head_dim] bf16; cos_sin
+// [max_model_len,head_dim] f32 (cos in the first half, sin in the second); positions [T] i32;
+// slot_mapping [T] i32 = block_id * block_size + offset, -1 stores nothing.
+void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
+                               const Tensor& positions, const Tensor& slot_mapping);
+
+// Causal attention of the last `cu_seqlens_q[s+1]-cu_seqlens_q[s]` tokens of each sequence over
+// its first seq_lens[s] KV entries. out, q [T,num_heads,head_dim] bf16 (token stride free);
+// block_tables [S,max_blocks] i32; cu_seqlens_q [S+1] i32; seq_lens [S] i32. A query at position p
+// sees keys (p - sliding_window, p]; sliding_window <= 0 means all. Entries of block_tables past
+// ceil(seq_len/block_size) and cache slots past seq_len are never read. seq_len 0 with 0 queries is
+// legal. A row's result does not depend on the other sequences or on how the prompt was chunked.
+void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& block_tables, const Tensor& cu_seqlens_q,
+                     const Tensor& seq_lens, float softmax_scale, int sliding_window);
+
+// out = silu(gate_up[:, :I]) * gate_up[:, I:].      out [T,I], gate_up [T,2I] bf16
+void silu_and_mul(const Tensor& out, const Tensor& gate_up);
+
+// Rearranges weight [N,K] bf16 (row-major) into packed [ceil(N/16), ceil(K/2), 16, 2] bf16, zero
+// padded: 16 output rows x 2 inputs are one 64-byte line, what vdpbf16ps eats.
+void pack_linear(const Tensor& packed, const Tensor& weight);
+
+// out = x @ weight.T (+ bias).  out [T,N] bf16 or f32; x [T,K] bf16; packed as above; bias [N] bf16
+// or null. fp32 accumulation in an order that does not depend on T.
+void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias);
+
+// out[r] = x[row_idx[r]].                    out [R,H], x [T,H] bf16, row_idx [R] i32
+void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx);
+
+// Draws token_ids[r] from logits[r]. token_ids [R] i32; logits [R,V] f32 (not changed);
+// temperature, top_p, min_p [R] f32; top_k [R] i32 (<= 0: all); seeds [R] i64; step_idx [R] i32 (the
+// index of the output token: with the seed, the counter of Philox4x32-10). temperature 0 is argmax
+// (lowest id on ties). Order of filters: temperature, top_k, top_p, min_p, as in vLLM.
+void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& temperature,
+            const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
+            const Tensor& step_idx);
+
+}  // namespace tinyvllm::cpu

@@ -1,0 +1,1 @@
+"""tinyvllm (public names are exported here by the engine)."""

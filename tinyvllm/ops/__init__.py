@@ -1,0 +1,93 @@
+"""The op API. Two implementations with the same functions:
+
+`ops.native`     handwritten kernels of the extension `_C` (CPU here, CUDA twins beside them)
+`ops.reference`  plain torch, fp32 inside: the specification every kernel is compared with
+
+Ops write into their first argument(s), take tensors by position and allocate nothing, so a sequence
+of them can be recorded once as a graph and replayed. csrc/ops.h documents every shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+
+class Graph(Protocol):
+    """A recorded sequence of ops; `replay` runs it on the current contents of its tensors."""
+
+    def replay(self) -> None: ...
+
+
+class Ops(Protocol):
+    """What a model may call. T tokens, S sequences, R rows of logits."""
+
+    name: str
+    supports_graphs: bool
+
+    def embedding(self, out: Tensor, input_ids: Tensor, weight: Tensor) -> None: ...
+    def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
+    def add_rms_norm(
+        self, out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float
+    ) -> None: ...
+    def rotary_embedding_store_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+    ) -> None: ...
+    def paged_attention(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        softmax_scale: float,
+        sliding_window: int,
+    ) -> None: ...
+    def silu_and_mul(self, out: Tensor, gate_up: Tensor) -> None: ...
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        """weight [N, K] row-major -> the layout that this op set's `linear` reads."""
+        ...
+
+    def linear(
+        self, out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = None
+    ) -> None: ...
+    def gather_rows(self, out: Tensor, x: Tensor, row_idx: Tensor) -> None: ...
+    def sample(
+        self,
+        token_ids: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        step_idx: Tensor,
+    ) -> None: ...
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Record the ops called inside (they do not run) into a graph."""
+        ...
+
+
+def get_ops(name: Literal["native", "reference"]) -> Ops:
+    """The op set of that name. `native` raises ImportError when `_C` is not built."""
+    if name == "reference":
+        from tinyvllm.ops import reference
+
+        return reference
+    from tinyvllm.ops import native
+
+    return native
