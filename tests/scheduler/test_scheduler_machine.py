@@ -1,0 +1,142 @@
+"""Scheduler and block manager under everything at once, driven by hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.scheduling import EOS, World
+
+from tinyvllm.errors import ContextLengthError
+from tinyvllm.sequence import SequenceStatus
+
+# Few prompts of few tokens, so that prefixes are shared, doubled and nearly the same.
+PROMPTS = st.builds(
+    lambda stem, length, tail: (stem * 20)[:length] + tail,
+    st.sampled_from(([1], [1, 2], [1, 2, 1], [3, 4, 5, 6, 7])),
+    st.integers(0, 40),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, steps, aborts at every moment, slow readers, priorities, tiny pools."""
+
+    @initialize(
+        num_blocks=st.integers(4, 12) | st.integers(4, 64),
+        block_size=st.sampled_from((2, 4, 4, 16)),
+        max_num_seqs=st.integers(1, 6),
+        spare_budget=st.integers(0, 40),
+        max_model_len=st.sampled_from((24, 64, 200)),
+        scheduling=st.sampled_from(("continuous", "continuous", "continuous", "static")),
+        enable_prefix_caching=st.sampled_from((True, True, True, False)),
+    )
+    def start(self, max_num_seqs, spare_budget, **options):
+        self.world = World(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            **options,
+        )
+        self.launched = None
+
+    def _pick(self, data, unfinished=True):
+        seqs = [
+            s for s in self.world.seqs if not unfinished or s.status is not SequenceStatus.FINISHED
+        ]
+        return data.draw(st.sampled_from(seqs)) if seqs else None
+
+    @rule(
+        prompt=PROMPTS,
+        priority=st.sampled_from((0, 0, 0, 1, -1)),
+        max_tokens=st.none() | st.none() | st.integers(1, 30),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.sampled_from((True, True, False)),
+        stop_token_ids=st.sampled_from(((), (), (7,), (1, 2))),
+        salt=st.sampled_from((b"", b"", b"", b"tenant")),
+        count=st.integers(1, 4),
+    )
+    def arrive(self, prompt, count, max_tokens, min_tokens, **options):
+        if max_tokens is not None:
+            min_tokens = min(min_tokens, max_tokens)
+        for _ in range(count):
+            try:
+                self.world.add(prompt, max_tokens=max_tokens, min_tokens=min_tokens, **options)
+            except ContextLengthError:
+                assert len(prompt) >= self.world.scheduler.max_seq_len
+            else:
+                assert len(prompt) < self.world.scheduler.max_seq_len
+
+    @precondition(lambda self: self.launched is None)
+    @rule(n=st.integers(1, 8))
+    def steps(self, n):
+        for _ in range(n):
+            self.world.step()
+
+    @precondition(lambda self: self.launched is None)
+    @rule()
+    def launch(self):
+        schedule = self.world.schedule()
+        self.launched = schedule, self.world.run_model(schedule)
+
+    @precondition(lambda self: self.launched is not None)
+    @rule()
+    def land(self):
+        schedule, drawn = self.launched
+        self.launched = None
+        ended = {e.seq for e in schedule.sequences if e.seq.status is SequenceStatus.FINISHED}
+        updated = self.world.update(schedule, drawn)
+        sampled = [e.seq for e in schedule.sequences if e.samples]
+        assert [e.seq for e in updated] == [s for s in sampled if s not in ended]
+
+    @rule(data=st.data())
+    def abort(self, data):
+        seq = self._pick(data, unfinished=False)
+        if seq is not None:
+            was_finished, reason = seq.status is SequenceStatus.FINISHED, seq.finish_reason
+            result = self.world.scheduler.abort(seq.seq_id)
+            assert result is (None if was_finished else seq)
+            assert seq.finish_reason == (reason if was_finished else "abort")
+            assert seq.slot == -1
+            assert seq.block_table == []
+            self.world.check()
+
+    @rule(data=st.data())
+    def finish_by_stop_string(self, data):
+        seq = self._pick(data)
+        if seq is not None and seq.num_output_tokens:
+            self.world.scheduler.finish(seq, "error", "END")  # "stop" would be checked as eos
+            self.world.check()
+
+    @rule(data=st.data(), paused=st.booleans())
+    def pause(self, data, paused):
+        seq = self._pick(data)
+        if seq is not None:
+            self.world.scheduler.set_paused(seq.seq_id, paused)
+            self.world.check()
+
+    @precondition(lambda self: hasattr(self, "world"))
+    @rule()
+    def outputs_so_far(self):
+        for seq in self.world.seqs:
+            self.world.check_output(seq)
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        if self.launched is not None:
+            self.land()
+        for seq in world.seqs:
+            world.scheduler.set_paused(seq.seq_id, False)
+        # Everyone finishes, in steps bounded by the tokens there are: nothing ping-pongs.
+        bound = sum(s.max_len for s in world.seqs if s.status is not SequenceStatus.FINISHED)
+        world.run(bound + 1)
+        for seq in world.seqs:
+            assert seq.status is SequenceStatus.FINISHED
+            world.check_output(seq)
+        world.check_empty()
+
+
+assert EOS == 0  # next_token must be able to draw it
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(stateful_step_count=50, deadline=None)

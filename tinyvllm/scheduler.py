@@ -1,0 +1,429 @@
+"""Scheduler: which tokens the next step computes.
+
+One step has one token budget. Sequences that decode come first, one token each; what is left goes
+to prompt chunks, so a long prompt never stalls running streams.
+
+Order is strict: `seq.order` is (priority, arrival), lower first.
+  * Prompts: running ones continue before new ones are admitted, unless the new one's priority is
+    strictly better. The head of the queue is never overtaken, so every wait is bounded by the work
+    ahead of it.
+  * Admission takes a slot and the blocks of all known tokens at once (with one token to spare), so
+    a prompt never runs out of blocks half-way and a preempted sequence returns only when it can
+    stay.
+  * A decode that needs a block when there is none preempts a sequence of worse order, else a
+    paused one, else itself. A waiting sequence preempts for a slot or blocks only where priority
+    is strictly worse, or paused. Nobody is preempted by somebody of worse order while runnable:
+    nothing can ping-pong, and the best runnable sequence always moves.
+  * Among the allowed victims: the worst priority first, in it the one that loses least work.
+
+A preempted sequence keeps its tokens and later computes them again as one prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from tinyvllm.errors import ConfigError, ContextLengthError, InvalidParameterError
+from tinyvllm.sequence import FinishReason, Schedule, ScheduledSequence, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tinyvllm.block_manager import BlockManager
+
+# Module names: an attribute of an Enum class costs ten times as much to read.
+_WAITING = SequenceStatus.WAITING
+_PREFILL = SequenceStatus.PREFILL
+_DECODE = SequenceStatus.DECODE
+_FINISHED = SequenceStatus.FINISHED
+
+_order = attrgetter("order")
+_entry_order = attrgetter("seq.order")
+
+
+class Scheduler:
+    """Decides what each step runs. Engine thread only, except `check_prompt_len`.
+
+    A step is `schedule()`, then the model, then `update()`. `add`, `abort`, `finish` and
+    `set_paused` may come at any time when no launched step still reads the blocks concerned.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_manager: BlockManager,
+        scheduling: str = "continuous",
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({max_num_seqs}): every running sequence decodes each step",
+                param="max_num_batched_tokens",
+            )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.block_manager = block_manager
+        self.is_static = scheduling == "static"
+        self.max_seq_len = min(max_model_len, block_manager.num_blocks * block_manager.block_size)
+        """Prompt plus output tokens of one sequence at most: by the model or by the pool."""
+        self.num_preemptions = 0
+        self.num_paused = 0
+        self._num_arrivals = 0
+        self._sequences: dict[int, Sequence] = {}  # every unfinished one, by seq_id
+        self._running: dict[int, Sequence] = {}  # those with a slot and blocks, paused or not
+        self._free_slots = list(range(max_num_seqs))  # a heap: low slots first keeps them dense
+        # Sorted by order, best first, and without the paused: the candidates of a step.
+        self._waiting: list[Sequence] = []
+        self._prefills: list[Sequence] = []
+        self._decodes: list[ScheduledSequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Something can run: then `schedule()` is not empty. False when all are paused."""
+        return len(self._sequences) > self.num_paused
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot, paused ones included."""
+        return len(self._running)
+
+    def check_prompt_len(self, num_prompt_tokens: int) -> None:
+        """Raises unless a prompt of this length can run. Reads constants only: any thread.
+
+        `InvalidParameterError` for an empty prompt; `ContextLengthError` for one that leaves no
+        room for an output token in `max_model_len` or in the whole pool.
+        """
+        if num_prompt_tokens < 1:
+            raise InvalidParameterError("prompt has 0 tokens; give at least one", param="prompt")
+        if num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthError(
+                f"prompt has {num_prompt_tokens} tokens, which leaves no room for output within "
+                f"max_model_len ({self.max_model_len}); shorten it to {self.max_seq_len - 1}",
+                param="prompt",
+            )
+        if num_prompt_tokens >= self.max_seq_len:
+            manager = self.block_manager
+            raise ContextLengthError(
+                f"prompt has {num_prompt_tokens} tokens, but the KV pool holds {self.max_seq_len} "
+                f"({manager.num_blocks} blocks of {manager.block_size}) with the output; shorten "
+                f"it to {self.max_seq_len - 1} or raise num_blocks",
+                param="prompt",
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queues `seq`; cuts its `max_tokens` to what fits. Raises as `check_prompt_len`."""
+        assert seq.seq_id not in self._sequences, seq
+        self.check_prompt_len(seq.num_prompt_tokens)
+        seq.max_len = min(seq.max_len, self.max_seq_len)
+        seq.max_tokens = seq.max_len - seq.num_prompt_tokens
+        seq.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        seq.order = (seq.priority, seq.arrival)
+        self._sequences[seq.seq_id] = seq
+        if seq.paused:
+            self.num_paused += 1
+        self._list(seq)
+
+    def abort(self, seq_id: int) -> Sequence | None:
+        """Ends the sequence at once; None when it is unknown or has finished. Idempotent."""
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            self.finish(seq, "abort")
+        return seq
+
+    def finish(
+        self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """Ends `seq` and frees its slot and blocks; nothing when it has finished before."""
+        if seq.status is _FINISHED:
+            return
+        self._unlist(seq)
+        self._release(seq)
+        del self._sequences[seq.seq_id]
+        if seq.paused:
+            self.num_paused -= 1
+        seq.status = _FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
+
+    def set_paused(self, seq_id: int, paused: bool) -> None:
+        """Stops or resumes the scheduling of a sequence; nothing when it has finished.
+
+        A paused one keeps slot and blocks until somebody needs them.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.paused == paused:
+            return
+        if paused:
+            self._unlist(seq)
+            seq.paused = True
+            self.num_paused += 1
+        else:
+            seq.paused = False
+            self.num_paused -= 1
+            self._list(seq)
+
+    def schedule(self) -> Schedule:
+        """The next step. Allocates its blocks; counters advance only in `update`."""
+        preempted: list[Sequence] = []
+        decodes = self._decodes.copy()
+        append = self.block_manager.append
+        for entry in decodes:
+            seq = entry.seq
+            if seq.num_computed_tokens == seq.capacity:
+                # A sequence preempted by an earlier one in this loop has both at zero.
+                if seq.status is _DECODE and not append(seq):
+                    self._append_by_force(seq, preempted)
+        if not self._prefills and not self._waiting:
+            if preempted:
+                decodes = self._decodes.copy()
+            n = len(decodes)
+            return Schedule(decodes, n, n, n, n > 0, preempted)
+
+        chunks = self._schedule_chunks(preempted)
+        if preempted:
+            decodes = self._decodes.copy()
+        n = len(decodes)
+        return Schedule(
+            decodes + chunks,
+            n + sum(chunk.num_tokens for chunk in chunks),
+            n,
+            n + sum(chunk.samples for chunk in chunks),
+            n > 0 and not chunks,
+            preempted,
+        )
+
+    def update(self, schedule: Schedule, token_ids: list[int]) -> list[ScheduledSequence]:
+        """Takes a step's result; returns the entries that got a token (do not change the list).
+
+        `token_ids` are the drawn tokens of the entries with `samples`, in order. Tokens of
+        sequences that ended since `schedule()` are dropped.
+        """
+        assert len(token_ids) == schedule.num_samples, (len(token_ids), schedule.num_samples)
+        entries = schedule.sequences
+        if schedule.is_pure_decode:
+            return self._advance_decodes(entries, token_ids)
+        num_decodes = schedule.num_decodes
+        updated = self._advance_decodes(entries[:num_decodes], token_ids)
+        drawn = iter(token_ids[num_decodes:])
+        for entry in entries[num_decodes:]:
+            token_id = next(drawn) if entry.samples else None
+            seq = entry.seq
+            if seq.status is not _PREFILL:
+                continue
+            num_computed_before = seq.num_computed_tokens
+            seq.num_computed_tokens += entry.num_tokens
+            self.block_manager.commit(seq, num_computed_before)
+            if token_id is not None:
+                self._unlist(seq)
+                seq.status = _DECODE
+                self._list(seq)
+                seq.token_ids.append(token_id)
+                self._check_stop(seq, token_id)
+                updated.append(entry)
+        return updated
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when any book does not balance. For tests."""
+        sequences = self._sequences.values()
+        self.block_manager.check_integrity(sequences)
+        slots = [seq.slot for seq in self._running.values()]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), slots
+        assert self.num_paused == sum(seq.paused for seq in sequences)
+        listed: list[Iterable[Sequence]] = [
+            self._waiting,
+            self._prefills,
+            [entry.seq for entry in self._decodes],
+        ]
+        for status, members in zip((_WAITING, _PREFILL, _DECODE), listed, strict=True):
+            want = [seq for seq in sequences if seq.status is status and not seq.paused]
+            assert list(members) == sorted(want, key=_order), (status, members)
+        for seq in sequences:
+            assert (seq.slot >= 0) == (seq.seq_id in self._running), seq
+            assert (seq.slot >= 0) == (seq.status is not _WAITING) == bool(seq.block_table), seq
+            assert seq.finish_reason is None, seq
+            assert len(seq.token_ids) < seq.max_len <= self.max_seq_len, seq
+            assert seq.num_computed_tokens < len(seq.token_ids), seq
+
+    def _schedule_chunks(self, preempted: list[Sequence]) -> list[ScheduledSequence]:
+        """Prompt chunks for what the decodes leave of the budget, admitting as it goes."""
+        chunks: list[ScheduledSequence] = []
+        num_tokens = 0
+        admitting = True
+        if self.is_static:
+            # A batch is admitted whole, and only when nothing of the last one can run.
+            if not self._prefills and not self._decodes:
+                while self._waiting and self._admit(self._waiting[0], preempted):
+                    pass
+            admitting = False
+        prefills = self._prefills.copy()
+        i = 0
+        while True:
+            # Not a running difference: displacing a decode gives its token back. Decodes that fill
+            # the budget fill all slots, and then a head is admitted only by displacing one.
+            budget = self.max_num_batched_tokens - len(self._decodes) - num_tokens
+            if budget <= 0 and chunks:
+                break
+            while i < len(prefills) and prefills[i].status is not _PREFILL:
+                i += 1  # preempted in this loop
+            running = prefills[i] if i < len(prefills) else None
+            head = self._waiting[0] if admitting and self._waiting else None
+            if head is not None and (running is None or head.priority < running.priority):
+                if head in preempted or not self._admit(head, preempted):
+                    admitting = False
+                    continue
+                seq = head
+                budget = self.max_num_batched_tokens - len(self._decodes) - num_tokens
+            elif running is not None:
+                seq = running
+                i += 1
+            else:
+                break
+            remaining = len(seq.token_ids) - seq.num_computed_tokens
+            n = min(remaining, budget)
+            num_tokens += n
+            chunks.append(ScheduledSequence(seq, n, n == remaining))
+        return chunks
+
+    def _admit(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """Gives the waiting `seq` a slot and blocks, displacing others where it may."""
+        manager = self.block_manager
+        needs_slot = not self._free_slots
+        if needs_slot and not self._displaceable(seq):  # cheap: a full house asks every step
+            return False
+        hits = manager.match_prefix(seq)
+        # One token more than known: else it might be preempted again for its first output.
+        num_blocks = manager.num_blocks_for(len(seq.token_ids) + 1)
+        if needs_slot or not manager.can_allocate(num_blocks, hits):
+            victims = self._displaceable(seq)
+            if not self._displace(victims, seq, num_blocks, hits, preempted, slot=True):
+                return False
+        self._unlist(seq)
+        manager.allocate(seq, hits)
+        seq.slot = heappop(self._free_slots)
+        seq.status = _PREFILL
+        self._running[seq.seq_id] = seq
+        self._list(seq)
+        return True
+
+    def _displaceable(self, seq: Sequence) -> list[Sequence]:
+        """Whom the waiting `seq` may displace."""
+        priority = seq.priority
+        return [s for s in self._running.values() if s.priority > priority or s.paused]
+
+    def _append_by_force(self, seq: Sequence, preempted: list[Sequence]) -> None:
+        """A block for a decode when none is free: somebody's, or `seq` goes itself."""
+        victims = [s for s in self._running.values() if s.order > seq.order or s.paused]
+        if self._displace(victims, seq, 1, [], preempted, slot=False):
+            appended = self.block_manager.append(seq)
+            assert appended, seq
+        else:
+            self._preempt(seq)
+            preempted.append(seq)
+
+    def _displace(
+        self,
+        victims: list[Sequence],
+        seq: Sequence,
+        num_blocks: int,
+        hits: list[int],
+        preempted: list[Sequence],
+        *,
+        slot: bool,
+    ) -> bool:
+        """Preempts of `victims` until `seq` can have `num_blocks` (and a slot): all or nothing."""
+        manager = self.block_manager
+        released = [victim.block_table for victim in victims]
+        if not victims or not manager.can_allocate(num_blocks, hits, released):
+            return False
+
+        def cost(victim: Sequence) -> tuple[bool, int, int, int]:
+            num_shared = len(victim.block_table) - manager.num_exclusive_blocks(victim)
+            lost = max(0, victim.num_computed_tokens - num_shared * manager.block_size)
+            better = victim.order < seq.order  # paused: only when no worse one is enough
+            return better, -victim.priority, lost, -victim.arrival
+
+        for victim in sorted(victims, key=cost):
+            self._preempt(victim)
+            preempted.append(victim)
+            if manager.can_allocate(num_blocks, hits) and (self._free_slots or not slot):
+                break
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._unlist(seq)
+        self._release(seq)
+        seq.status = _WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._list(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Takes slot and blocks away: the one place where a fence on launched steps belongs."""
+        if seq.slot < 0:
+            return
+        del self._running[seq.seq_id]
+        heappush(self._free_slots, seq.slot)
+        seq.slot = -1
+        self.block_manager.free(seq)
+
+    def _list(self, seq: Sequence) -> None:
+        """Enters `seq` among the candidates of its status, unless it is paused."""
+        if seq.paused:
+            return
+        if seq.status is _DECODE:
+            insort(self._decodes, ScheduledSequence(seq, 1, True), key=_entry_order)
+        else:
+            insort(self._prefills if seq.status is _PREFILL else self._waiting, seq, key=_order)
+
+    def _unlist(self, seq: Sequence) -> None:
+        """Undoes `_list`; to be called before status or `paused` change."""
+        if seq.paused:
+            return
+        if seq.status is _DECODE:
+            del self._decodes[bisect_left(self._decodes, seq.order, key=_entry_order)]
+        else:
+            members = self._prefills if seq.status is _PREFILL else self._waiting
+            del members[bisect_left(members, seq.order, key=_order)]
+
+    def _advance_decodes(
+        self, entries: list[ScheduledSequence], token_ids: list[int]
+    ) -> list[ScheduledSequence]:
+        """Appends one token each. The hot loop: well under a microsecond a sequence."""
+        dropped: list[ScheduledSequence] = []
+        for entry, token_id in zip(entries, token_ids, strict=False):
+            seq = entry.seq
+            if seq.status is not _DECODE:
+                dropped.append(entry)
+                continue
+            known = seq.token_ids
+            known.append(token_id)
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
+            if num_computed == seq.capacity:
+                self.block_manager.commit(seq, num_computed - 1)
+            if token_id in seq.stop_ids or len(known) >= seq.max_len:
+                self._check_stop(seq, token_id)
+        return [entry for entry in entries if entry not in dropped] if dropped else entries
+
+    def _check_stop(self, seq: Sequence, token_id: int) -> None:
+        """Finishes `seq` when its newest token `token_id` ends it."""
+        length = len(seq.token_ids)
+        if token_id in seq.stop_ids and length > seq.min_len:
+            self.finish(seq, "stop", token_id)
+        elif length >= seq.max_len:
+            self.finish(seq, "length")

@@ -1,0 +1,176 @@
+"""Sequence: one request's tokens and how far they have been computed; what a step runs of it.
+
+        add()            admitted             prompt computed         stop, length, abort
+  ──────────► WAITING ───────────► PREFILL ───────────────► DECODE ───────────────► FINISHED
+                 ▲                    │                        │
+                 └──── preempted ─────┴────────────────────────┘
+
+The last of `token_ids` is known but not computed yet while a sequence decodes: every step computes
+`token_ids[num_computed_tokens:]` (or a chunk of it) and draws a token when it reaches the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tinyvllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One sequence. Owned by the engine thread; only `Scheduler` changes its state.
+
+    Bounds are kept as lengths of `token_ids` (`min_len`, `max_len`) so that the stop check of a
+    step is one set look-up and one comparison.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "capacity",
+        "eos_token_ids",
+        "finish_reason",
+        "max_len",
+        "max_tokens",
+        "min_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "owner",
+        "params",
+        "paused",
+        "priority",
+        "request_id",
+        "seed",
+        "seq_id",
+        "slot",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        eos_token_ids: Iterable[int] = (),
+        seed: int | None = None,
+        owner: Any = None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.token_ids: list[int] = list(prompt_token_ids)
+        """Prompt, then output."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in the blocks."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that the prefix cache gave at the first admission."""
+        self.block_table: list[int] = []
+        self.capacity = 0
+        """Tokens that `block_table` holds; kept by BlockManager."""
+        self.block_hashes: list[bytes] = []
+        """Chained digests of the first full blocks, as far as they were ever needed."""
+        self.cache_salt = b""
+        """Root of the hash chain: sequences with different salts share no blocks."""
+        self.slot = -1
+        self.params = params
+        self.eos_token_ids = tuple(eos_token_ids)
+        stop_ids = params.stop_token_ids
+        self.stop_ids = frozenset(
+            stop_ids if params.ignore_eos else (*stop_ids, *self.eos_token_ids)
+        )
+        """Ids that end the sequence after `min_tokens`."""
+        self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
+        """Output tokens at most; `Scheduler.add` cuts it to what model and pool can hold."""
+        self.min_len = self.num_prompt_tokens + params.min_tokens
+        self.max_len = self.num_prompt_tokens + self.max_tokens
+        self.priority = priority
+        self.arrival = -1
+        self.order = (priority, self.arrival)
+        """What scheduling compares: lower goes first. Set by `Scheduler.add`."""
+        if seed is None:
+            seed = params.seed
+        self.seed = int.from_bytes(os.urandom(8), "little") >> 1 if seed is None else seed
+        """In [-2**63, 2**63)."""
+        self.status = SequenceStatus.WAITING
+        self.paused = False
+        """The reader lags: not scheduled."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        """The token id or the stop string that ended the sequence."""
+        self.num_preemptions = 0
+        self.owner = owner
+        """The engine's record of the request; nothing here looks at it."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.value}{' paused' if self.paused else ''}, "
+            f"prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"computed={self.num_computed_tokens}, slot={self.slot}, order={self.order}, "
+            f"blocks={self.block_table})"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """What one step computes of one sequence. Never changed, so decodes share one across steps."""
+
+    seq: Sequence
+    num_tokens: int
+    """Query tokens: `token_ids[num_computed_tokens:][:num_tokens]` before the step."""
+    samples: bool
+    """The step computes the last known token, so the next one is drawn."""
+
+
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """One step: decodes first, then prompt chunks. Empty is falsy."""
+
+    sequences: list[ScheduledSequence]
+    num_tokens: int
+    num_decodes: int
+    num_samples: int
+    """Entries with `samples`: the tokens that `Scheduler.update` wants."""
+    is_pure_decode: bool
+    """Every entry is a decode of one token, and there is at least one."""
+    preempted: list[Sequence]
+    """Lost their slots and blocks in this step; never also in `sequences`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.sequences)
