@@ -1,0 +1,134 @@
+"""What a forward pass reads and writes besides weights; allocated once, then only narrowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tinyvllm.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """One step's tokens as device tensors, all int32. T tokens, S sequences, R rows of logits."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [T]   block_id * block_size + offset; -1 stores nothing
+    cu_seqlens_q: torch.Tensor  # [S+1] first token of each sequence
+    seq_lens: torch.Tensor  # [S]   KV entries valid after this step
+    block_tables: torch.Tensor  # [S, max_blocks]
+    logits_indices: torch.Tensor  # [R]   the tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBuffers:
+    """The activations of one step. q, k, v are views of qkv; D is head_dim.
+
+    `allocate` makes the largest step's buffers; `narrow` gives the same memory cut to a step, so
+    that captured graphs and eager steps share it.
+    """
+
+    residual: torch.Tensor  # [T, H]
+    normed: torch.Tensor  # [T, H]
+    hidden_states: torch.Tensor  # [T, H]   output of a sublayer, not yet in the residual
+    qkv: torch.Tensor  # [T, (num_heads + 2 num_kv_heads) D]
+    q: torch.Tensor  # [T, num_heads, D]
+    k: torch.Tensor  # [T, num_kv_heads, D]
+    v: torch.Tensor  # [T, num_kv_heads, D]
+    attn_out: torch.Tensor  # [T, num_heads, D]
+    attn_out_flat: torch.Tensor  # [T, num_heads D]   the same memory
+    gate_up: torch.Tensor  # [T, 2 I]
+    act: torch.Tensor  # [T, I]
+    last_residual: torch.Tensor  # [R, H]
+    last_hidden: torch.Tensor  # [R, H]
+    last_normed: torch.Tensor  # [R, H]
+    logits: torch.Tensor  # [R, V] f32
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_tokens: int,
+        num_logits: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> ForwardBuffers:
+        """Buffers for steps of up to `num_tokens` tokens and `num_logits` rows of logits."""
+
+        def empty(rows: int, columns: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty((rows, columns), dtype=dtype, device=device)
+
+        num_q, num_kv, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qkv = empty(num_tokens, (num_q + 2 * num_kv) * head_dim)
+        heads = qkv.view(num_tokens, num_q + 2 * num_kv, head_dim)
+        attn_out = empty(num_tokens, num_q * head_dim)
+        return cls(
+            residual=empty(num_tokens, config.hidden_size),
+            normed=empty(num_tokens, config.hidden_size),
+            hidden_states=empty(num_tokens, config.hidden_size),
+            qkv=qkv,
+            q=heads[:, :num_q],
+            k=heads[:, num_q : num_q + num_kv],
+            v=heads[:, num_q + num_kv :],
+            attn_out=attn_out.view(num_tokens, num_q, head_dim),
+            attn_out_flat=attn_out,
+            gate_up=empty(num_tokens, 2 * config.intermediate_size),
+            act=empty(num_tokens, config.intermediate_size),
+            last_residual=empty(num_logits, config.hidden_size),
+            last_hidden=empty(num_logits, config.hidden_size),
+            last_normed=empty(num_logits, config.hidden_size),
+            logits=empty(num_logits, config.vocab_size, torch.float32),
+        )
+
+    def narrow(self, num_tokens: int, num_logits: int) -> ForwardBuffers:
+        """Views of the first `num_tokens` and `num_logits` rows; nothing is allocated."""
+        assert num_tokens <= len(self.residual) and num_logits <= len(self.logits)
+        return ForwardBuffers(
+            residual=self.residual[:num_tokens],
+            normed=self.normed[:num_tokens],
+            hidden_states=self.hidden_states[:num_tokens],
+            qkv=self.qkv[:num_tokens],
+            q=self.q[:num_tokens],
+            k=self.k[:num_tokens],
+            v=self.v[:num_tokens],
+            attn_out=self.attn_out[:num_tokens],
+            attn_out_flat=self.attn_out_flat[:num_tokens],
+            gate_up=self.gate_up[:num_tokens],
+            act=self.act[:num_tokens],
+            last_residual=self.last_residual[:num_logits],
+            last_hidden=self.last_hidden[:num_logits],
+            last_normed=self.last_normed[:num_logits],
+            logits=self.logits[:num_logits],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values per layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    @staticmethod
+    def num_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes that one block takes over all layers."""
+        per_layer = block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+        return 2 * config.num_layers * per_layer
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> KVCache:
+        """The whole pool in one allocation, left unwritten: ops never read an unwritten slot."""
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        pool = torch.empty((2, config.num_layers, *shape), dtype=dtype, device=device)
+        return cls(k=list(pool[0].unbind()), v=list(pool[1].unbind()))

@@ -1,0 +1,121 @@
+"""The llama family (Llama, Mistral, Qwen2, Qwen3) as one config-driven forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinyvllm.config import ModelConfig
+    from tinyvllm.models.buffers import ForwardBatch, ForwardBuffers, KVCache
+    from tinyvllm.ops import Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One block's weights. Projections are in the packed layout of the ops that run them."""
+
+    input_layernorm: Tensor  # [H]
+    qkv_proj: Tensor  # packed [(num_heads + 2 num_kv_heads) D, H]
+    o_proj: Tensor  # packed [H, num_heads D]
+    post_attention_layernorm: Tensor  # [H]
+    gate_up_proj: Tensor  # packed [2 I, H]
+    down_proj: Tensor  # packed [H, I]
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """All weights of a model, on its device and in its dtype."""
+
+    embed_tokens: Tensor  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # packed [V, H]
+    cos_sin: Tensor  # [max_model_len, D] f32
+
+
+class Transformer:
+    """A llama-family model bound to one op set.
+
+    `forward` calls nothing but ops on memory that exists already, so it can be captured as a graph.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: ModelWeights) -> None:
+        assert len(weights.layers) == config.num_layers
+        self.config = config
+        self.ops = ops
+        self.weights = weights
+        self._softmax_scale = config.head_dim**-0.5
+        self._sliding_window = config.sliding_window or 0
+
+    def forward(self, buffers: ForwardBuffers, batch: ForwardBatch, kv_cache: KVCache) -> None:
+        """Runs the batch's tokens, stores their keys and values, and fills `buffers.logits` for
+        its `logits_indices`. Buffers must be narrowed to the batch: T tokens, R rows of logits."""
+        ops, b, weights, eps = self.ops, buffers, self.weights, self.config.rms_norm_eps
+        ops.embedding(b.residual, batch.input_ids, weights.embed_tokens)  # [T, H]
+        for idx, layer in enumerate(weights.layers):
+            if idx == 0:
+                ops.rms_norm(b.normed, b.residual, layer.input_layernorm, eps)
+            else:
+                ops.add_rms_norm(b.normed, b.residual, b.hidden_states, layer.input_layernorm, eps)
+            self._block(layer, b, batch, kv_cache.k[idx], kv_cache.v[idx])
+        # Only the rows whose logits are wanted go through the final norm and the head.
+        ops.gather_rows(b.last_residual, b.residual, batch.logits_indices)  # [R, H]
+        ops.gather_rows(b.last_hidden, b.hidden_states, batch.logits_indices)  # [R, H]
+        ops.add_rms_norm(b.last_normed, b.last_residual, b.last_hidden, weights.norm, eps)
+        ops.linear(b.logits, b.last_normed, weights.lm_head)  # [R, V]
+
+    def _block(
+        self,
+        w: LayerWeights,
+        b: ForwardBuffers,
+        batch: ForwardBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> None:
+        """b.normed -> b.hidden_states, the block's last output, not yet added to b.residual."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        ops.linear(b.qkv, b.normed, w.qkv_proj, w.qkv_bias)  # [T, (num_heads + 2 num_kv_heads) D]
+        if w.q_norm is not None and w.k_norm is not None:
+            ops.rms_norm(b.q, b.q, w.q_norm, eps)  # [T, num_heads, D]
+            ops.rms_norm(b.k, b.k, w.k_norm, eps)  # [T, num_kv_heads, D]
+        self._attend(b, batch, k_cache, v_cache)  # [T, num_heads, D]
+        ops.linear(b.hidden_states, b.attn_out_flat, w.o_proj, w.o_bias)  # [T, H]
+        ops.add_rms_norm(b.normed, b.residual, b.hidden_states, w.post_attention_layernorm, eps)
+        ops.linear(b.gate_up, b.normed, w.gate_up_proj, w.gate_up_bias)  # [T, 2 I]
+        ops.silu_and_mul(b.act, b.gate_up)  # [T, I]
+        ops.linear(b.hidden_states, b.act, w.down_proj, w.down_bias)  # [T, H]
+
+    def _attend(
+        self, b: ForwardBuffers, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Rotates q and k, stores k and v, and attends over the cache: b.qkv -> b.attn_out."""
+        self.ops.rotary_embedding_store_kv(
+            b.q,
+            b.k,
+            b.v,
+            k_cache,
+            v_cache,
+            self.weights.cos_sin,
+            batch.positions,
+            batch.slot_mapping,
+        )
+        self.ops.paged_attention(
+            b.attn_out,
+            b.q,
+            k_cache,
+            v_cache,
+            batch.block_tables,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            self._softmax_scale,
+            self._sliding_window,
+        )
