@@ -61,3 +61,23 @@ void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& tempera
             const Tensor& step_idx);
 
 }  // namespace tinyvllm::cpu
+
+// The twins on a GPU: the same arguments, the stream last. They return once launched. Ops without a
+// declaration here have no CUDA kernel yet. An index out of range, which the CPU ops report, gives a
+// row of NaN (embedding, gather_rows) or stores nothing (slot_mapping): never a wild access.
+struct CUstream_st;
+namespace tinyvllm::cuda {
+
+using Stream = CUstream_st*;  // cudaStream_t
+
+void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight, Stream stream);
+void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps, Stream stream);
+void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,
+                  float eps, Stream stream);
+void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
+                               const Tensor& positions, const Tensor& slot_mapping, Stream stream);
+void silu_and_mul(const Tensor& out, const Tensor& gate_up, Stream stream);
+void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx, Stream stream);
+
+}  // namespace tinyvllm::cuda

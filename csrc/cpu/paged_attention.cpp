@@ -1,0 +1,499 @@
+// out[t,h] = sum over keys j of softmax(q[t,h] . k[j,h'] * softmax_scale)[j] * v[j,h'], where j runs
+// over the keys that token t may see and h' = h / group is the kv head that its query head shares.
+//
+// Layout. k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim] bf16; key j of
+// sequence s lies in block block_tables[s][j / block_size]. The keys are taken in tiles of 64,
+// aligned to absolute positions, and four tiles make a split:
+//
+//   keys   0 ......... 63 | 64 ....... 127 | 128 ...... 191 | 192 ...... 255 | 256 ...
+//          [ tile 0      ]  [ tile 1      ]  [ tile 2      ]  [ tile 3      ]  [ tile 4
+//          [ split 0                                                        ]  [ split 1
+//
+// The queries of one kv head are rows: `group` rows for each token. A tile of keys is repacked once
+// for all rows into the packed lines of simd.h, so that both products are `dot_tile`s:
+//
+//   scores [rows, 64]       = q [rows, head_dim]  x  K lines: 4 blocks of 16 keys, pairs of dims
+//   acc    [rows, head_dim] = p [rows, 64]        x  V lines: blocks of 16 dims, pairs of keys
+//
+// Within a split a row carries a running maximum m, a sum l (16 partial sums, one for each lane) and
+// acc (online softmax, in powers of two: the scores are scaled by log2(e)); p is rounded to bf16, and
+// l sums the rounded values. The finished splits are merged in ascending order.
+//
+// A row's bits depend on the row alone, whether its prompt came whole, in chunks or token by token:
+// tile and split boundaries are absolute; a tile that a row cannot see is skipped for that row; in a
+// tile that it sees in part, a hidden key has p = 0, and adding 0 * v changes nothing (but the sign
+// of a zero, which the last step normalizes; v is finite). Decode and prefill are the same code.
+//
+// Work. An item is one sequence, one kv head and up to 96 rows, over all of its keys. When there
+// are too few items for the threads, an item's splits are computed apart and merged by a second
+// region: the same arithmetic in another place.
+#ifdef TINYVLLM_ISA
+#include "simd.h"
+
+namespace tinyvllm::cpu::TINYVLLM_ISA {
+
+// Where an item's rows live while its keys pass by.
+struct Workspace {
+  bf16_t* q;         // [rows, head_dim]
+  uint32_t* k;       // [kTileKeys / 16, head_dim / 2, 16] lines
+  uint32_t* v;       // [head_dim / 16, kTileKeys / 2, 16] lines
+  bf16_t* p;         // [kRowTile, kTileKeys]
+  float* scores;     // [kRowTile, kTileKeys]
+  float* lane_sums;  // [rows, 16]
+};
+
+// The keys [lo, hi) of the tile that starts at `base`; the rest become zeros and are not read.
+void pack_tile(const AttentionParams& a, const AttentionItem& item, int64_t base, int64_t lo,
+               int64_t hi, int64_t key_blocks, const Workspace& w) {
+  const bf16_t* k_rows[kTileKeys];
+  const bf16_t* v_rows[kTileKeys];
+  const int32_t* table = a.block_tables + item.seq * a.table_stride;
+  for (int64_t i = 0; i < key_blocks * kLineRows; ++i) {
+    const int64_t key = base + i;
+    if (key < lo || key >= hi) {
+      k_rows[i] = v_rows[i] = nullptr;
+      continue;
+    }
+    const int64_t block = table[key / a.block_size], offset = key % a.block_size;
+    k_rows[i] = a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] +
+                item.kv_head * a.k_strides[2];
+    v_rows[i] = a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] +
+                item.kv_head * a.v_strides[2];
+  }
+  for (int64_t b = 0; b < key_blocks; ++b) {
+    pack_lines(w.k + b * (a.head_dim / 2) * kLineWords, k_rows + b * kLineRows, a.head_dim / 2);
+  }
+  static constexpr bf16_t kZeros[kMaxHeadDim] = {};
+  for (int64_t pair = 0; pair < key_blocks * kLineRows / 2; ++pair) {
+    const bf16_t* even = v_rows[2 * pair] == nullptr ? kZeros : v_rows[2 * pair];
+    const bf16_t* odd = v_rows[2 * pair + 1] == nullptr ? kZeros : v_rows[2 * pair + 1];
+    for (int64_t d = 0; d < a.head_dim; d += kLineRows) {
+      interleave16(w.v + (d * (kTileKeys / 2) + pair * kLineRows), even + d, odd + d);
+    }
+  }
+}
+
+// One step of the online softmax for one row: scores -> p, and the factor by which what was summed
+// before shrinks.
+TINYVLLM_INLINE F16 softmax_step(const AttentionParams& a, const Workspace& w, int64_t r,
+                                 int64_t base, int64_t position, int64_t key_blocks, float* max_of_row,
+                                 float* lane_sums) {
+  constexpr float kHidden = -std::numeric_limits<float>::infinity();
+  const int64_t first_key = a.window > 0 ? position - a.window + 1 : 0;
+  F16 s[kTileKeys / kLineRows];
+  F16 largest = set16(*max_of_row);
+  for (int64_t b = 0; b < key_blocks; ++b) {
+    s[b] = mul(load16(w.scores + r * kTileKeys + b * kLineRows), set16(a.scale_log2));
+    const int64_t first = base + b * kLineRows;
+    if (first < first_key || first + kLineRows - 1 > position) {
+      s[b] = keep_lanes(s[b], first_key - first, position + 1 - first, kHidden);
+    }
+    largest = max(largest, s[b]);
+  }
+  const float m = reduce_max(largest);
+  const F16 shrink = exp2_nonpositive(set16(*max_of_row - m));
+  *max_of_row = m;
+  F16 sum = zero16();
+  for (int64_t b = 0; b < key_blocks; ++b) {
+    const F16 p = round16_bf16(exp2_nonpositive(sub(s[b], set16(m))));
+    store16_exact_bf16(w.p + r * kTileKeys + b * kLineRows, p);
+    sum = add(sum, p);
+  }
+  store16(lane_sums, fma(load16(lane_sums), shrink, sum));
+  return shrink;
+}
+
+// kRows rows from `row` against the packed tile.
+template <int kRows>
+void attend_rows(const AttentionParams& a, const AttentionItem& item, const Workspace& w,
+                 const RowState& state, int64_t row, int64_t base, int64_t key_blocks) {
+  const int64_t k_words = a.head_dim / 2 * kLineWords, v_words = kTileKeys / 2 * kLineWords;
+  for (int64_t b = 0; b < key_blocks; b += 2) {
+    F16 acc[kRows][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = zero16();
+    dot_tile<2, kRows>(acc, w.k + b * k_words, k_words, w.q + row * a.head_dim, a.head_dim,
+                       a.head_dim / 2);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      store16(w.scores + r * kTileKeys + b * kLineRows, acc[r][0]);
+      store16(w.scores + r * kTileKeys + (b + 1) * kLineRows, acc[r][1]);
+    }
+  }
+  F16 shrink[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t position = item.position + (row + r) / a.group;
+    shrink[r] = softmax_step(a, w, r, base, position, key_blocks, state.max + row + r,
+                             w.lane_sums + (row + r) * kLineRows);
+  }
+  const int64_t pairs = key_blocks * kLineRows / 2;
+  float* out = state.acc + row * a.head_dim;
+  int64_t d = 0;
+  for (; d + 2 * kLineRows <= a.head_dim; d += 2 * kLineRows) {
+    F16 acc[kRows][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] = mul(load16(out + r * a.head_dim + d), shrink[r]);
+      acc[r][1] = mul(load16(out + r * a.head_dim + d + kLineRows), shrink[r]);
+    }
+    dot_tile<2, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      store16(out + r * a.head_dim + d, acc[r][0]);
+      store16(out + r * a.head_dim + d + kLineRows, acc[r][1]);
+    }
+  }
+  if (d < a.head_dim) {
+    F16 acc[kRows][1];
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] = mul(load16(out + r * a.head_dim + d), shrink[r]);
+    }
+    dot_tile<1, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
+    for (int r = 0; r < kRows; ++r) store16(out + r * a.head_dim + d, acc[r][0]);
+  }
+}
+
+using AttendFunction = void (*)(const AttentionParams&, const AttentionItem&, const Workspace&,
+                                const RowState&, int64_t, int64_t, int64_t);
+constexpr AttendFunction kAttendRows[kRowTile + 1] = {
+    nullptr,        attend_rows<1>, attend_rows<2>, attend_rows<3>, attend_rows<4>,
+    attend_rows<5>, attend_rows<6>, attend_rows<7>, attend_rows<8>,
+};
+
+// All rows of an item against one split of the keys. A row that sees no key of the split ends with
+// max = -inf.
+void attend_split(const AttentionParams& a, const AttentionItem& item, int64_t split,
+                  const Workspace& w, const RowState& state) {
+  const int64_t rows = item.tokens * a.group;
+  std::fill_n(state.max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(state.acc, rows * a.head_dim, 0.0f);
+  std::fill_n(w.lane_sums, rows * kLineRows, 0.0f);
+  const int64_t past = item.position + item.tokens;  // the last row sees the keys before it
+  const int64_t first_key =
+      a.window > 0 ? std::max<int64_t>(0, item.position - a.window + 1) : 0;
+  for (int64_t base = split * kSplitKeys; base < std::min((split + 1) * kSplitKeys, past);
+       base += kTileKeys) {
+    const int64_t lo = std::max(base, first_key), hi = std::min(base + kTileKeys, past);
+    if (lo >= hi) continue;
+    const int64_t key_blocks = hi - base > kTileKeys / 2 ? kTileKeys / kLineRows
+                                                         : kTileKeys / kLineRows / 2;
+    pack_tile(a, item, base, lo, hi, key_blocks, w);
+    // The tokens that see a key of this tile: they come after its first key, and the window of the
+    // last of them still reaches its last.
+    const int64_t first_token = std::max<int64_t>(0, base - item.position);
+    const int64_t past_token =
+        a.window > 0 ? std::min(item.tokens, base + kTileKeys - 1 + a.window - item.position)
+                     : item.tokens;
+    for (int64_t row = first_token * a.group; row < past_token * a.group;) {
+      const int64_t n = std::min<int64_t>(kRowTile, past_token * a.group - row);
+      kAttendRows[n](a, item, w, state, row, base, key_blocks);
+      row += n;
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    state.sum[row] = reduce_add(load16(w.lane_sums + row * kLineRows));
+  }
+}
+
+// Adds a finished split to the total of the splits before it.
+void merge_split(const AttentionParams& a, const AttentionItem& item, const RowState& total,
+                 const RowState& split) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  for (int64_t row = 0; row < item.tokens * a.group; ++row) {
+    if (split.max[row] == kNone) continue;
+    float* acc = total.acc + row * a.head_dim;
+    const float* add_acc = split.acc + row * a.head_dim;
+    if (total.max[row] == kNone) {
+      total.max[row] = split.max[row];
+      total.sum[row] = split.sum[row];
+      std::copy_n(add_acc, a.head_dim, acc);
+      continue;
+    }
+    const float m = std::max(total.max[row], split.max[row]);
+    const F16 keep = exp2_nonpositive(set16(total.max[row] - m));
+    const F16 take = exp2_nonpositive(set16(split.max[row] - m));
+    for (int64_t d = 0; d < a.head_dim; d += kLineRows) {
+      store16(acc + d, fma(load16(add_acc + d), take, mul(load16(acc + d), keep)));
+    }
+    const F16 sum = fma(set16(split.sum[row]), take, mul(set16(total.sum[row]), keep));
+    total.max[row] = m;
+    total.sum[row] = first_lane(sum);
+  }
+}
+
+// Divides by the sums and stores. A row that saw nothing (a negative position) becomes zeros.
+void store_rows(const AttentionParams& a, const AttentionItem& item, const RowState& total) {
+  for (int64_t row = 0; row < item.tokens * a.group; ++row) {
+    const bool empty = total.max[row] == -std::numeric_limits<float>::infinity();
+    const F16 scale = set16(empty ? 0.0f : 1.0f / total.sum[row]);
+    bf16_t* out = a.out + (item.token + row / a.group) * a.out_strides[0] +
+                  (item.kv_head * a.group + row % a.group) * a.out_strides[1];
+    for (int64_t d = 0; d < a.head_dim; d += kLineRows) {
+      store16_bf16(out + d, fma(load16(total.acc + row * a.head_dim + d), scale, zero16()));
+    }
+  }
+}
+
+Workspace make_workspace(const AttentionParams& a, const AttentionItem& item, char*& memory) {
+  const int64_t rows = item.tokens * a.group;
+  const Workspace w{
+      .q = take<bf16_t>(memory, rows * a.head_dim),
+      .k = take<uint32_t>(memory, kTileKeys * a.head_dim / 2),
+      .v = take<uint32_t>(memory, kTileKeys * a.head_dim / 2),
+      .p = take<bf16_t>(memory, kRowTile * kTileKeys),
+      .scores = take<float>(memory, kRowTile * kTileKeys),
+      .lane_sums = take<float>(memory, rows * kLineRows),
+  };
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16_t* q = a.q + (item.token + row / a.group) * a.q_strides[0] +
+                      (item.kv_head * a.group + row % a.group) * a.q_strides[1];
+    std::copy_n(q, a.head_dim, w.q + row * a.head_dim);
+  }
+  return w;
+}
+
+// Items [begin, end), each with all of its splits.
+void attend_items(const AttentionParams& a, const AttentionItem* items, Scratch& scratch,
+                  int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const AttentionItem& item = items[i];
+    const int64_t rows = item.tokens * a.group;
+    char* memory = static_cast<char*>(scratch.get(workspace_bytes(a, rows)));
+    const RowState total = take_rows(a, memory, rows), part = take_rows(a, memory, rows);
+    const Workspace w = make_workspace(a, item, memory);
+    std::fill_n(total.max, rows, -std::numeric_limits<float>::infinity());
+    for (int64_t split = item.first_split; split < item.past_split; ++split) {
+      attend_split(a, item, split, w, part);
+      merge_split(a, item, total, part);
+    }
+    store_rows(a, item, total);
+  }
+}
+
+// One split of one item, into its own row state.
+void attend_part(const AttentionParams& a, const AttentionItem& item, int64_t split,
+                 Scratch& scratch, const RowState& part) {
+  char* memory = static_cast<char*>(scratch.get(workspace_bytes(a, item.tokens * a.group)));
+  attend_split(a, item, split, make_workspace(a, item, memory), part);
+}
+
+// The splits of one item, computed apart, into the first of them and from there to `out`.
+void merge_parts(const AttentionParams& a, const AttentionItem& item, const RowState* parts) {
+  for (int64_t i = 1; i < item.past_split - item.first_split; ++i) {
+    merge_split(a, item, parts[0], parts[i]);
+  }
+  store_rows(a, item, parts[0]);
+}
+
+}  // namespace tinyvllm::cpu::TINYVLLM_ISA
+
+#else
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../ops.h"
+#include "isa.h"
+#include "scratch.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace tinyvllm::cpu {
+namespace {
+
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kSplitKeys = 256;
+constexpr int kRowTile = 8;
+constexpr int64_t kMaxItemRows = 96;  // their q and acc stay in the first-level caches
+constexpr int64_t kMaxHeadDim = 256;
+
+// Splits are computed apart below this many items for each thread, and if the row states of all of
+// them fit this many floats.
+constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kMaxPartFloats = int64_t{4} << 20;
+
+struct AttentionParams {
+  bf16_t* out;                  // [num_tokens, num_heads, head_dim]
+  const bf16_t* q;              // [num_tokens, num_heads, head_dim]
+  const bf16_t* k_cache;        // [num_blocks, block_size, num_kv_heads, head_dim]
+  const bf16_t* v_cache;        // the same
+  const int32_t* block_tables;  // [num_seqs, max_blocks]
+  int64_t out_strides[2], q_strides[2], k_strides[3], v_strides[3], table_stride;
+  int64_t group, head_dim, block_size;
+  int64_t window;    // <= 0: none
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+struct AttentionItem {
+  int64_t seq, kv_head;
+  int64_t token, tokens;  // in q and out
+  int64_t position;       // of the first token
+  int64_t first_split, past_split;
+};
+
+// What the online softmax has summed up, for each row.
+struct RowState {
+  float* max;  // [rows] in units of log2
+  float* sum;  // [rows]
+  float* acc;  // [rows, head_dim]
+};
+
+// Cuts n values off the front of `memory`, in whole cache lines.
+template <typename T>
+T* take(char*& memory, int64_t n) {
+  T* taken = reinterpret_cast<T*>(memory);
+  const int64_t align = Scratch::kAlign;
+  memory += (n * static_cast<int64_t>(sizeof(T)) + align - 1) / align * align;
+  return taken;
+}
+
+RowState take_rows(const AttentionParams& a, char*& memory, int64_t rows) {
+  return {take<float>(memory, rows), take<float>(memory, rows),
+          take<float>(memory, rows * a.head_dim)};
+}
+
+int64_t row_state_floats(const AttentionParams& a, int64_t rows) {
+  return 2 * ((rows + 15) / 16 * 16) + rows * a.head_dim;
+}
+
+// Two row states and a Workspace.
+size_t workspace_bytes(const AttentionParams& a, int64_t rows) {
+  const int64_t floats = 2 * row_state_floats(a, rows) + kTileKeys * a.head_dim +
+                         kRowTile * kTileKeys + rows * kLineRows;
+  const int64_t halves = rows * a.head_dim + kRowTile * kTileKeys;
+  return static_cast<size_t>(4 * floats + 2 * halves) + 8 * Scratch::kAlign;
+}
+
+thread_local Scratch t_scratch;
+thread_local Scratch t_parts;
+thread_local std::vector<AttentionItem> t_items;
+thread_local std::vector<RowState> t_part_states;
+thread_local std::vector<int64_t> t_part_items;
+
+}  // namespace
+}  // namespace tinyvllm::cpu
+
+#define TINYVLLM_ISA_FILE "paged_attention.cpp"
+#include "for_each_isa.h"
+
+namespace tinyvllm::cpu {
+namespace {
+
+void list_items(const AttentionParams& a, int64_t num_seqs, int64_t num_kv_heads,
+                const int32_t* cu_seqlens_q, const int32_t* seq_lens,
+                std::vector<AttentionItem>& items) {
+  const int64_t item_tokens = std::max<int64_t>(1, kMaxItemRows / a.group);
+  items.clear();
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    const int64_t begin = cu_seqlens_q[seq], end = cu_seqlens_q[seq + 1];
+    for (int64_t token = begin; token < end; token += item_tokens) {
+      const int64_t tokens = std::min(item_tokens, end - token);
+      const int64_t position = seq_lens[seq] - (end - token);
+      const int64_t first_key =
+          a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+      const int64_t past_key = std::max<int64_t>(0, position + tokens);
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+        items.push_back({.seq = seq,
+                         .kv_head = kv_head,
+                         .token = token,
+                         .tokens = tokens,
+                         .position = position,
+                         .first_split = first_key / kSplitKeys,
+                         .past_split = std::max(first_key / kSplitKeys + 1,
+                                                (past_key + kSplitKeys - 1) / kSplitKeys)});
+      }
+    }
+  }
+}
+
+// Every split of every item gets a row state in `memory`; part_items[i] is the item of part i.
+void list_parts(const AttentionParams& a, const std::vector<AttentionItem>& items, char* memory,
+                std::vector<RowState>& states, std::vector<int64_t>& part_items) {
+  states.clear();
+  part_items.clear();
+  for (size_t i = 0; i < items.size(); ++i) {
+    for (int64_t split = items[i].first_split; split < items[i].past_split; ++split) {
+      states.push_back(take_rows(a, memory, items[i].tokens * a.group));
+      part_items.push_back(static_cast<int64_t>(i));
+    }
+  }
+}
+
+}  // namespace
+
+void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& block_tables, const Tensor& cu_seqlens_q,
+                     const Tensor& seq_lens, float softmax_scale, int sliding_window) {
+  const int64_t num_kv_heads = k_cache.shape[2];
+  const AttentionParams a{
+      .out = out.ptr<bf16_t>(),
+      .q = q.ptr<bf16_t>(),
+      .k_cache = k_cache.ptr<bf16_t>(),
+      .v_cache = v_cache.ptr<bf16_t>(),
+      .block_tables = block_tables.ptr<int32_t>(),
+      .out_strides = {out.strides[0], out.strides[1]},
+      .q_strides = {q.strides[0], q.strides[1]},
+      .k_strides = {k_cache.strides[0], k_cache.strides[1], k_cache.strides[2]},
+      .v_strides = {v_cache.strides[0], v_cache.strides[1], v_cache.strides[2]},
+      .table_stride = block_tables.strides[0],
+      .group = q.shape[1] / num_kv_heads,
+      .head_dim = q.shape[2],
+      .block_size = k_cache.shape[1],
+      .window = sliding_window,
+      .scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634),
+  };
+  if (a.head_dim % kLineRows != 0 || a.head_dim > kMaxHeadDim) {
+    throw std::invalid_argument("paged_attention: expected head_dim a multiple of 16 up to " +
+                                std::to_string(kMaxHeadDim) + ", got " +
+                                std::to_string(a.head_dim));
+  }
+  std::vector<AttentionItem>& items = t_items;
+  list_items(a, seq_lens.shape[0], num_kv_heads, cu_seqlens_q.ptr<int32_t>(),
+             seq_lens.ptr<int32_t>(), items);
+  const int64_t num_items = static_cast<int64_t>(items.size());
+  int64_t num_parts = 0, part_floats = 0;
+  for (const AttentionItem& item : items) {
+    const int64_t splits = item.past_split - item.first_split;
+    num_parts += splits;
+    part_floats += splits * row_state_floats(a, item.tokens * a.group);
+  }
+  const int threads = num_threads();
+  if (threads == 1 || num_items >= kItemsPerThread * threads || num_parts <= num_items ||
+      part_floats > kMaxPartFloats) {
+    const auto attend = TINYVLLM_DISPATCH(attend_items);
+    const AttentionItem* first = items.data();
+    parallel_for(num_items, 1, [&](int64_t begin, int64_t end) {
+      attend(a, first, t_scratch, begin, end);
+    });
+    return;
+  }
+
+  const auto attend = TINYVLLM_DISPATCH(attend_part);
+  const auto merge = TINYVLLM_DISPATCH(merge_parts);
+  std::vector<RowState>& states = t_part_states;
+  std::vector<int64_t>& part_items = t_part_items;
+  list_parts(a, items, static_cast<char*>(t_parts.get(part_floats * sizeof(float))), states,
+             part_items);
+  parallel_for(num_parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t first_part =
+          std::lower_bound(part_items.begin(), part_items.end(), part_items[part]) -
+          part_items.begin();
+      const AttentionItem& item = items[part_items[part]];
+      attend(a, item, item.first_split + part - first_part, t_scratch, states[part]);
+    }
+  });
+  int64_t part = 0;
+  for (const AttentionItem& item : items) {
+    merge(a, item, states.data() + part);
+    part += item.past_split - item.first_split;
+  }
+}
+
+}  // namespace tinyvllm::cpu
+
+#endif

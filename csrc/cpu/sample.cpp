@@ -1,0 +1,414 @@
+// Draws one token id from each row of logits.
+//
+// What is drawn. With T the temperature and M the largest logit, token i has the weight
+// w[i] = exp((logits[i] - M) / T). The tokens in order of logit, highest first and lower id first
+// among equals, are cut to a prefix: the first top_k of them; of those, the fewest whose weight
+// reaches top_p of the weight of all that top_k left; of those, the ones with w[i] >= min_p (the
+// largest weight is 1). Then one uniform number u in [0, 1) picks from what is kept, in order of id:
+// the first token at which the running sum of weights exceeds u times their total.
+//
+//   u = (x0 * 2^21 + floor(x1 / 2^11)) / 2^53,   (x0, x1, ..) = Philox4x32-10(key, counter)
+//   key = (seed mod 2^32, floor(seed / 2^32)),  counter = (step_idx, 0, 0, 0)
+//
+// Weights are fp32, sums are fp64 in a fixed order, so an implementation with another exp may differ
+// only where u lands within about 1e-7 of a border. A temperature below 1e-5 is argmax, as in vLLM;
+// so is a row with no finite maximum. A NaN logit is never drawn.
+//
+// Work. One row a thread; nothing is sorted. Each pass reads the row once, 16 logits a step:
+//
+//   greedy            maximum; first id that equals it
+//   temperature       maximum; weights summed in chunks of 512; the one chunk again, term by term
+//   top_k             maxima of at least 4 * top_k groups, of which the top_k-th is a lower bound for
+//                     the top_k-th logit; the few logits above it; nth_element among those
+//   top_p alone       the same sums; tokens below (1 - top_p) / V of the total cannot be needed, the
+//                     rest is a quickselect by weight
+#ifdef TINYVLLM_ISA
+#include "simd.h"
+
+namespace tinyvllm::cpu::TINYVLLM_ISA {
+
+// Logits [i, i + 16) of a row; -inf after its end.
+TINYVLLM_INLINE F16 load_logits(const float* x, int64_t i, int64_t n) {
+  if (i + kLineRows <= n) return load16(x + i);
+  float tail[kLineRows];
+  for (int64_t j = 0; j < kLineRows; ++j) {
+    tail[j] = i + j < n ? x[i + j] : -std::numeric_limits<float>::infinity();
+  }
+  return load16(tail);
+}
+
+// The largest of x, NaN ignored; -inf when nothing is left.
+float largest_logit(const float* x, int64_t n) {
+  F16 m[4];
+  for (F16& lane : m) lane = set16(-std::numeric_limits<float>::infinity());
+  int64_t i = 0;
+  for (; i + 4 * kLineRows <= n; i += 4 * kLineRows) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) m[j] = max(load16(x + i + j * kLineRows), m[j]);
+  }
+  for (; i < n; i += kLineRows) m[0] = max(load_logits(x, i, n), m[0]);
+  return reduce_max(max(max(m[0], m[1]), max(m[2], m[3])));
+}
+
+// The ids of the logits >= threshold, ascending, at most `limit` of them. Returns their number.
+int64_t ids_from(int32_t* ids, const float* x, int64_t n, float threshold, int64_t limit) {
+  const F16 bound = set16(threshold);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n && count < limit; i += kLineRows) {
+    uint32_t bits = greater_equal_bits(load_logits(x, i, n), bound);
+    if (i + kLineRows > n) bits &= (1u << (n - i)) - 1;
+    for (; bits != 0 && count < limit; bits &= bits - 1) {
+      ids[count++] = static_cast<int32_t>(i + __builtin_ctz(bits));
+    }
+  }
+  return count;
+}
+
+// The maxima of groups of `length` logits that lie 16 apart. maxima [16 * ceil(n / 16 / length)].
+void group_maxima(float* maxima, const float* x, int64_t n, int64_t length) {
+  for (int64_t i = 0; i < n; maxima += kLineRows) {
+    F16 m = set16(-std::numeric_limits<float>::infinity());
+    for (int64_t j = 0; j < length && i < n; ++j, i += kLineRows) m = max(load_logits(x, i, n), m);
+    store16(maxima, m);
+  }
+}
+
+TINYVLLM_INLINE F16 weigh(const Weighing& w, F16 logits) {
+  const F16 weights = exp2_nonpositive(mul(sub(logits, set16(w.largest)), set16(w.scale_log2)));
+  return keep_greater_equal(weights, set16(w.min_weight));
+}
+
+void weigh_logits(float* weights, const float* x, int64_t n, const Weighing& w) {
+  for (int64_t i = 0; i < n; i += kLineRows) {
+    const F16 weight = weigh(w, load_logits(x, i, n));
+    if (i + kLineRows <= n) {
+      store16(weights + i, weight);
+    } else {
+      float tail[kLineRows];
+      store16(tail, weight);
+      for (int64_t j = i; j < n; ++j) weights[j] = tail[j - i];
+    }
+  }
+}
+
+// sums[c] is the weight of logits [c, c + 1) * kChunk.
+void sum_chunks(double* sums, const float* x, int64_t n, const Weighing& w) {
+  for (int64_t i = 0; i < n; ++sums) {
+    D16 sum = zero16d();
+    for (const int64_t end = i + kChunk; i < end && i < n; i += kLineRows) {
+      sum = add(sum, weigh(w, load_logits(x, i, n)));
+    }
+    *sums = reduce_add(sum);
+  }
+}
+
+}  // namespace tinyvllm::cpu::TINYVLLM_ISA
+
+#else
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "../ops.h"
+#include "isa.h"
+#include "scratch.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace tinyvllm::cpu {
+namespace {
+
+constexpr int64_t kChunk = 512;
+constexpr float kGreedyBelow = 1e-5f;
+
+// What turns a logit into a weight: exp2((logit - largest) * scale_log2), 0 below min_weight.
+struct Weighing {
+  float largest, scale_log2, min_weight;
+};
+
+}  // namespace
+}  // namespace tinyvllm::cpu
+
+#define TINYVLLM_ISA_FILE "sample.cpp"
+#include "for_each_isa.h"
+
+namespace tinyvllm::cpu {
+namespace {
+
+// ---- The uniform number -------------------------------------------------------------------------
+
+struct Words4 {
+  uint32_t x[4];
+};
+
+// Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Words4 philox4x32_10(uint32_t key0, uint32_t key1, Words4 c) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * c.x[0];
+    const uint64_t b = uint64_t{0xCD9E8D57} * c.x[2];
+    c = {{static_cast<uint32_t>(b >> 32) ^ c.x[1] ^ key0, static_cast<uint32_t>(b),
+          static_cast<uint32_t>(a >> 32) ^ c.x[3] ^ key1, static_cast<uint32_t>(a)}};
+    key0 += 0x9E3779B9;
+    key1 += 0xBB67AE85;
+  }
+  return c;
+}
+
+double uniform(int64_t seed, int32_t step_idx) {
+  const uint64_t bits = static_cast<uint64_t>(seed);
+  const Words4 r =
+      philox4x32_10(static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
+                    {{static_cast<uint32_t>(step_idx), 0, 0, 0}});
+  return static_cast<double>(uint64_t{r.x[0]} << 21 | r.x[1] >> 11) * 0x1p-53;
+}
+
+// ---- Candidates ---------------------------------------------------------------------------------
+
+struct Candidate {
+  float logit;
+  float weight;
+  int32_t id;
+};
+
+bool comes_first(const Candidate& a, const Candidate& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
+
+// A logit that at least k logits reach: the k-th largest of the maxima of more than k groups.
+float lower_bound_of_kth(const float* logits, int64_t n, int64_t k, float* maxima) {
+  const int64_t blocks = (n + kLineRows - 1) / kLineRows;
+  const int64_t length = std::max<int64_t>(1, blocks / ((4 * k + kLineRows - 1) / kLineRows));
+  const int64_t groups = (blocks + length - 1) / length * kLineRows;
+  if (groups < k) return -std::numeric_limits<float>::infinity();
+  TINYVLLM_DISPATCH(group_maxima)(maxima, logits, n, length);
+  std::nth_element(maxima, maxima + (k - 1), maxima + groups, std::greater<float>());
+  return maxima[k - 1];
+}
+
+// The last of the fewest first candidates whose weight reaches `mass`; [first, past) is reordered.
+Candidate last_within_mass(Candidate* first, Candidate* past, double mass) {
+  constexpr int64_t kSortBelow = 64;
+  while (past - first > kSortBelow) {
+    Candidate* middle = first + (past - first) / 2;
+    const Candidate a = *first, b = *middle, c = *(past - 1);
+    const Candidate pivot = comes_first(a, b)
+                                ? (comes_first(b, c) ? b : (comes_first(a, c) ? c : a))
+                                : (comes_first(a, c) ? a : (comes_first(b, c) ? c : b));
+    double before = 0;
+    Candidate* split = first;
+    for (Candidate* at = first; at != past; ++at) {
+      if (comes_first(*at, pivot)) {
+        before += at->weight;
+        std::swap(*at, *split++);
+      }
+    }
+    if (before >= mass) {
+      past = split;
+      continue;
+    }
+    if (before + pivot.weight >= mass) return pivot;
+    mass -= before;
+    first = split;
+  }
+  std::sort(first, past, comes_first);
+  double sum = 0;
+  for (const Candidate* at = first; at != past; ++at) {
+    sum += at->weight;
+    if (sum >= mass) return *at;
+  }
+  return *(past - 1);
+}
+
+double sum_of_weights(const Candidate* candidates, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += candidates[i].weight;
+  return sum;
+}
+
+// ---- One row ------------------------------------------------------------------------------------
+
+struct RowParams {
+  float temperature, top_p, min_p;
+  int64_t top_k;
+  double u;
+};
+
+class RowSampler {
+ public:
+  RowSampler(const float* logits, int64_t n, const RowParams& params, Scratch& scratch)
+      : logits_(logits), n_(n), p_(params) {
+    // Room for whatever the filters need in the worst case, which is a copy of the row or two.
+    char* memory = static_cast<char*>(scratch.get(workspace_bytes(n)));
+    sums_ = reinterpret_cast<double*>(memory);
+    memory += (n / kChunk + 1) * sizeof(double);
+    kept_ = reinterpret_cast<Candidate*>(memory);
+    memory += n * sizeof(Candidate);
+    reordered_ = reinterpret_cast<Candidate*>(memory);
+    memory += n * sizeof(Candidate);
+    ids_ = reinterpret_cast<int32_t*>(memory);
+    memory += n * sizeof(int32_t);
+    values_ = reinterpret_cast<float*>(memory);
+  }
+
+  int32_t draw() {
+    const float largest = TINYVLLM_DISPATCH(largest_logit)(logits_, n_);
+    // NaN fails every comparison, so a NaN temperature or top_p is greedy.
+    const bool all = p_.top_k <= 0 || p_.top_k >= n_;
+    if (!(p_.temperature >= kGreedyBelow) || !std::isfinite(largest) || !(p_.top_p > 0) ||
+        p_.top_k == 1) {
+      return first_id(largest);
+    }
+    weighing_ = {largest, 1.44269504f / p_.temperature, std::max(p_.min_p, 0.0f)};
+    if (all && p_.top_p >= 1) return draw_from_all();
+    if (all) {
+      collect_for_top_p();
+    } else {
+      collect_top_k();
+    }
+    return draw_from_candidates();
+  }
+
+  static size_t workspace_bytes(int64_t n) {
+    return (n / kChunk + 1) * sizeof(double) +
+           n * (2 * sizeof(Candidate) + sizeof(int32_t)) + (n + 2 * kLineRows) * sizeof(float);
+  }
+
+ private:
+  int32_t first_id(float largest) const {
+    int32_t id = 0;
+    TINYVLLM_DISPATCH(ids_from)(&id, logits_, n_, largest, 1);
+    return id;
+  }
+
+  double sum_all(const Weighing& weighing) {
+    TINYVLLM_DISPATCH(sum_chunks)(sums_, logits_, n_, weighing);
+    double total = 0;
+    for (int64_t i = 0; i < n_; i += kChunk) total += sums_[i / kChunk];
+    return total;
+  }
+
+  int32_t draw_from_all() {
+    const double target = p_.u * sum_all(weighing_);
+    double before = 0;
+    int64_t chunk = 0;
+    const int64_t last = (n_ - 1) / kChunk;
+    while (chunk < last && before + sums_[chunk] <= target) before += sums_[chunk++];
+    const int64_t begin = chunk * kChunk, count = std::min(kChunk, n_ - begin);
+    float weights[kChunk];
+    TINYVLLM_DISPATCH(weigh_logits)(weights, logits_ + begin, count, weighing_);
+    int64_t id = -1;
+    for (int64_t i = 0; i < count; ++i) {
+      if (weights[i] > 0) id = begin + i;
+      before += weights[i];
+      if (before > target) break;
+    }
+    // The sums of a chunk and of its terms may differ in the last bit: then the last term it is.
+    return id >= 0 ? static_cast<int32_t>(id) : first_id(weighing_.largest);
+  }
+
+  // Every token that top_p of all tokens could need, with its weight, in order of id.
+  void collect_for_top_p() {
+    const Weighing unfiltered{weighing_.largest, weighing_.scale_log2, 0};
+    total_ = sum_all(unfiltered);
+    const double least = 0.99 * (1 - static_cast<double>(p_.top_p)) * total_ / n_;
+    const double threshold = weighing_.largest + std::log(least) * p_.temperature;
+    // Rounded down, and below the largest logit even when top_p is tiny.
+    collect_from(std::min(std::nextafterf(static_cast<float>(threshold),
+                                          -std::numeric_limits<float>::infinity()),
+                          weighing_.largest));
+    top_p_ = p_.top_p;
+  }
+
+  void collect_top_k() {
+    collect_from(lower_bound_of_kth(logits_, n_, p_.top_k, values_));
+    if (num_kept_ > p_.top_k) {
+      std::copy_n(kept_, num_kept_, reordered_);
+      std::nth_element(reordered_, reordered_ + (p_.top_k - 1), reordered_ + num_kept_,
+                       comes_first);
+      keep_to(reordered_[p_.top_k - 1]);
+    }
+    if (p_.top_p < 1) {
+      top_p_ = p_.top_p;
+      total_ = sum_of_weights(kept_, num_kept_);
+    }
+  }
+
+  void collect_from(float threshold) {
+    num_kept_ = TINYVLLM_DISPATCH(ids_from)(ids_, logits_, n_, threshold, n_);
+    for (int64_t i = 0; i < num_kept_; ++i) values_[i] = logits_[ids_[i]];
+    const Weighing unfiltered{weighing_.largest, weighing_.scale_log2, 0};
+    float* weights = reinterpret_cast<float*>(reordered_);
+    TINYVLLM_DISPATCH(weigh_logits)(weights, values_, num_kept_, unfiltered);
+    for (int64_t i = 0; i < num_kept_; ++i) kept_[i] = {values_[i], weights[i], ids_[i]};
+  }
+
+  // Drops the candidates that come after `last`; the others stay in order of id.
+  void keep_to(const Candidate& last) {
+    const Candidate* end = std::remove_if(
+        kept_, kept_ + num_kept_, [&](const Candidate& c) { return comes_first(last, c); });
+    num_kept_ = end - kept_;
+  }
+
+  int32_t draw_from_candidates() {
+    if (top_p_ < 1) {
+      std::copy_n(kept_, num_kept_, reordered_);
+      keep_to(last_within_mass(reordered_, reordered_ + num_kept_, top_p_ * total_));
+    }
+    double total = 0;
+    for (int64_t i = 0; i < num_kept_; ++i) {
+      if (kept_[i].weight < weighing_.min_weight) kept_[i].weight = 0;
+      total += kept_[i].weight;
+    }
+    const double target = p_.u * total;
+    int32_t id = first_id(weighing_.largest);
+    double sum = 0;
+    for (int64_t i = 0; i < num_kept_; ++i) {
+      if (kept_[i].weight > 0) id = kept_[i].id;
+      sum += kept_[i].weight;
+      if (sum > target) break;
+    }
+    return id;
+  }
+
+  const float* logits_;
+  int64_t n_;
+  RowParams p_;
+  Weighing weighing_{};
+  double top_p_ = 1, total_ = 0;
+  double* sums_;          // [ceil(n / kChunk)]
+  Candidate* kept_;       // [num_kept_] of n, in order of id
+  Candidate* reordered_;  // [n]
+  int32_t* ids_;          // [n]
+  float* values_;         // [n + 32]
+  int64_t num_kept_ = 0;
+};
+
+thread_local Scratch t_scratch;
+
+}  // namespace
+
+void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& temperature,
+            const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
+            const Tensor& step_idx) {
+  const int64_t vocab_size = logits.shape[1], row_stride = logits.strides[0];
+  if (vocab_size == 0) return;
+  parallel_for(logits.shape[0], 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const RowParams params{
+          .temperature = temperature.ptr<float>()[r],
+          .top_p = top_p.ptr<float>()[r],
+          .min_p = min_p.ptr<float>()[r],
+          .top_k = top_k.ptr<int32_t>()[r],
+          .u = uniform(seeds.ptr<int64_t>()[r], step_idx.ptr<int32_t>()[r]),
+      };
+      RowSampler sampler(logits.ptr<float>() + r * row_stride, vocab_size, params, t_scratch);
+      token_ids.ptr<int32_t>()[r] = sampler.draw();
+    }
+  });
+}
+
+}  // namespace tinyvllm::cpu
+
+#endif

@@ -1,0 +1,113 @@
+// RMS norm, alone and fused with the residual add before it.
+//
+//   rms_norm       out = x * (1 / sqrt(mean(x^2) + eps)) * weight     [T,H] or [T,heads,head_dim]
+//   add_rms_norm   residual = bf16(residual + x), then the same on the rounded residual
+//
+// One block per row, 16 bytes a thread and turn; the second look at the row comes from L1. The sum
+// of squares goes through a tree whose shape depends on n alone: a row gives the same bits in any
+// batch.
+#include "device.h"
+#include "ops.h"
+#include "vec.cuh"
+
+namespace tinyvllm::cuda {
+namespace {
+
+// The sum over the block, in every thread. blockDim.x is a multiple of 32.
+__device__ float block_sum(float x) {
+  __shared__ float warp_sums[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  if (lane == 0) warp_sums[warp] = x;
+  __syncthreads();
+  x = lane < warps ? warp_sums[lane] : 0.0f;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+template <int kVec>
+__device__ void scale_row(__nv_bfloat16* out, const __nv_bfloat16* x, const __nv_bfloat16* weight,
+                          int64_t n, float sum_of_squares, float eps) {
+  const float scale = 1.0f / sqrtf(sum_of_squares / static_cast<float>(n) + eps);
+  for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+    float v[kVec], w[kVec];
+    load(v, x + i);
+    load(w, weight + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) v[j] = v[j] * scale * w[j];
+    store(out + i, v);
+  }
+}
+
+// Row b is row b % heads of token b / heads.
+template <int kVec>
+__global__ void rms_norm_kernel(__nv_bfloat16* out, const __nv_bfloat16* x,
+                                const __nv_bfloat16* weight, int64_t heads, int64_t n,
+                                int64_t out_token_stride, int64_t out_head_stride,
+                                int64_t x_token_stride, int64_t x_head_stride, float eps) {
+  const int64_t t = blockIdx.x / heads, h = blockIdx.x % heads;
+  const __nv_bfloat16* row = x + t * x_token_stride + h * x_head_stride;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+    float v[kVec];
+    load(v, row + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sum += v[j] * v[j];
+  }
+  scale_row<kVec>(out + t * out_token_stride + h * out_head_stride, row, weight, n,
+                  block_sum(sum), eps);
+}
+
+template <int kVec>
+__global__ void add_rms_norm_kernel(__nv_bfloat16* out, __nv_bfloat16* residual,
+                                    const __nv_bfloat16* x, const __nv_bfloat16* weight, int64_t n,
+                                    int64_t out_stride, int64_t residual_stride, int64_t x_stride,
+                                    float eps) {
+  const int64_t t = blockIdx.x;
+  __nv_bfloat16* row = residual + t * residual_stride;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+    float v[kVec], added[kVec];
+    load(v, row + i);
+    load(added, x + t * x_stride + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      v[j] = __bfloat162float(__float2bfloat16_rn(v[j] + added[j]));
+      sum += v[j] * v[j];
+    }
+    store(row + i, v);
+  }
+  // Each thread reads back only what it stored itself.
+  scale_row<kVec>(out + t * out_stride, row, weight, n, block_sum(sum), eps);
+}
+
+}  // namespace
+
+void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps, Stream stream) {
+  if (out.numel() == 0) return;
+  const bool per_head = x.ndim == 3;
+  const int64_t heads = per_head ? x.shape[1] : 1, n = x.shape[x.ndim - 1];
+  const bool vec = vectorizable(n, {&out, &x, &weight});
+  const auto kernel = vec ? rms_norm_kernel<8> : rms_norm_kernel<1>;
+  kernel<<<x.shape[0] * heads, threads_for(n, vec ? 8 : 1), 0, stream>>>(
+      out.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(), weight.ptr<__nv_bfloat16>(), heads, n,
+      out.strides[0], per_head ? out.strides[1] : 0, x.strides[0], per_head ? x.strides[1] : 0,
+      eps);
+  check_launch("rms_norm");
+}
+
+void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,
+                  float eps, Stream stream) {
+  if (out.numel() == 0) return;
+  const int64_t n = x.shape[1];
+  const bool vec = vectorizable(n, {&out, &residual, &x, &weight});
+  const auto kernel = vec ? add_rms_norm_kernel<8> : add_rms_norm_kernel<1>;
+  kernel<<<x.shape[0], threads_for(n, vec ? 8 : 1), 0, stream>>>(
+      out.ptr<__nv_bfloat16>(), residual.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(),
+      weight.ptr<__nv_bfloat16>(), n, out.strides[0], residual.strides[0], x.strides[0], eps);
+  check_launch("add_rms_norm");
+}
+
+}  // namespace tinyvllm::cuda
