@@ -1,0 +1,142 @@
+"""`python -m tinyvllm.gateway` as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from tinyvllm.gateway.__main__ import build_parser, engine_config, main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+# The real command with a fake engine in it, whose answers never end.
+FAKE = """
+import sys
+from tinyvllm.gateway.__main__ import main
+from support.fake_engine import FakeEngine, Script
+script = Script(("word ",) * 1_000_000, interval=0.01)
+def new_engine(name, config):
+    return FakeEngine(name, config, script=script)
+sys.exit(main(sys.argv[1:], new_engine=new_engine))
+"""
+
+
+@contextmanager
+def serve(*args: str, fake: bool = True) -> Iterator[subprocess.Popen[str]]:
+    command = ["-c", FAKE] if fake else ["-m", "tinyvllm.gateway"]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", *command, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], 60)
+    assert ready, "no URL within 60 s"
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://127.0.0.1:"), process.stderr and process.stderr.read()
+    return url
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly_under_load(number: signal.Signals) -> None:
+    with serve("--port", "0", "--model", "fake") as process:
+        url = read_url(process)
+        with urllib.request.urlopen(url + "healthz", timeout=10) as reply:
+            assert json.load(reply)["alive"] is True
+        with connect(url.replace("http", "ws") + "v1/responses", proxy=None) as client:
+            client.send('{"type":"response.create","input":"Hi"}')
+            kinds = [json.loads(client.recv(timeout=10))["type"] for _ in range(6)]
+            assert kinds[-1] == "response.output_text.delta"
+            process.send_signal(number)
+            with pytest.raises(ConnectionClosed) as info:
+                while True:
+                    client.recv(timeout=10)
+            assert info.value.rcvd is not None and info.value.rcvd.code == 1012
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out == ""  # one line, the URL, and that was read
+    assert "Traceback" not in err and "rror" not in err
+    assert err.splitlines()[-1].startswith("ready in ")
+
+
+def test_a_busy_port_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert err.startswith(f"error: cannot listen on 127.0.0.1:{port}: ") and "--port" in err
+
+
+def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    missing = tmp_path / "no-model"
+    with serve("--port", "0", "--model", str(missing), fake=False) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: ") and "no-model" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "500"], "max_num_batched_tokens"),
+        (["--port", "70000"], "--port"),
+        (["--device", "tpu"], "device"),
+        (["--allow-origin", "chat.example"], "--allow-origin"),
+    ],
+)
+def test_wrong_arguments(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["--port", "0", *args])
+    except SystemExit as exc:
+        code = exc.code  # argparse's
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert words in err.splitlines()[-1]
+
+
+def test_engine_flags_reach_the_config() -> None:
+    args = build_parser().parse_args(
+        "--device cpu --max-num-seqs 4 --max-model-len 512 --num-threads 2 --block-size 32 "
+        "--no-prefix-caching --enforce-eager --scheduling static".split()
+    )
+    config = engine_config(args)
+    assert (config.device, config.max_num_seqs, config.max_model_len) == ("cpu", 4, 512)
+    assert (config.num_threads, config.block_size, config.scheduling) == (2, 32, "static")
+    assert config.enforce_eager and not config.enable_prefix_caching
+    assert engine_config(build_parser().parse_args([])).max_num_seqs == 64
+
+
+def test_help_tells_of_every_flag() -> None:
+    text = build_parser().format_help()
+    for flag in ("--model", "--host", "--port", "--max-num-seqs", "--device", "--num-threads"):
+        assert flag in text

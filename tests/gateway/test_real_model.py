@@ -1,0 +1,121 @@
+"""The gateway and its page with the real engine and the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.chromium import find_chromium, open_browser
+from websockets.asyncio.client import connect
+
+from tinyvllm import AsyncEngine
+from tinyvllm.gateway.server import Gateway
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+pytestmark = pytest.mark.asyncio
+
+QUESTION = "What is the capital of France?"
+
+
+async def ask(socket: ClientConnection, **fields: Any) -> list[dict[str, Any]]:
+    await socket.send(json.dumps({"type": "response.create", **fields}))
+    events = []
+    async with asyncio.timeout(60):
+        while not events or events[-1]["type"].split(".")[1] not in ("completed", "incomplete"):
+            events.append(json.loads(await socket.recv()))
+            assert events[-1]["type"] not in ("error", "response.failed"), events[-1]
+    return events
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Until no request holds a slot or a block."""
+    async with asyncio.timeout(10):
+        while True:
+            stats = engine.stats()
+            if stats.num_running + stats.num_waiting == 0:
+                assert stats.num_free_blocks == stats.num_blocks
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_the_wire_gives_what_the_library_gives(smollm2_dir: Path) -> None:
+    async with (
+        AsyncEngine(smollm2_dir, max_num_seqs=4) as engine,
+        Gateway(engine, port=0) as gateway,
+        connect(f"ws://127.0.0.1:{gateway.port}/v1/responses", proxy=None) as socket,
+    ):
+        options = {"max_tokens": 40, "temperature": 0}
+        async with engine.chat([{"role": "user", "content": QUESTION}], **options) as stream:
+            expected = await stream.text()
+        events = await ask(socket, input=QUESTION, max_output_tokens=40, temperature=0)
+        deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+        response = events[-1]["response"]
+        assert "".join(deltas) == response["output"][0]["content"][0]["text"] == expected
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert len(deltas) > 3
+        assert response["usage"]["output_tokens"] == stream.usage.completion_tokens
+        assert response["usage"]["input_tokens"] == stream.usage.prompt_tokens
+
+        # Too long for the model: says so, and the next request works.
+        await socket.send(json.dumps({"type": "response.create", "input": "long " * 20_000}))
+        async with asyncio.timeout(30):
+            while (event := json.loads(await socket.recv()))["type"] != "response.failed":
+                pass
+        assert event["response"]["error"]["code"] == "context_length_exceeded"
+
+        # Closing the socket frees the request's slot and blocks.
+        endless = {"type": "response.create", "input": "Tell me a long story."}
+        await socket.send(json.dumps(endless | {"tinyvllm": {"ignore_eos": True}}))
+        async with asyncio.timeout(30):
+            while json.loads(await socket.recv())["type"] != "response.output_text.delta":
+                pass
+        assert engine.stats().num_running == 1
+        await socket.close()
+        await idle(engine)
+
+
+@pytest.mark.chromium
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium in PATH (apt install chromium)")
+async def test_the_page_streams_and_stops(smollm2_dir: Path, tmp_path: Path) -> None:
+    shots = Path(os.environ.get("TINYVLLM_SHOTS", tmp_path))
+    last = "document.querySelector('.message.assistant:last-child')"
+    async with (
+        AsyncEngine(smollm2_dir, max_num_seqs=4) as engine,
+        Gateway(engine, port=0) as gateway,
+        open_browser() as browser,
+    ):
+        page = await browser.new_page(gateway.url)
+        await page.wait_for("document.getElementById('connection')?.dataset.state === 'open'")
+        # Every state of the answer's DOM, as it was painted.
+        await page.evaluate(
+            """window.states = new Set();
+            new MutationObserver(() => {
+                const text = document.querySelector(".message.assistant:last-child .text");
+                if (text?.textContent) states.add(text.textContent);
+            }).observe(document.getElementById("messages"),
+                       { childList: true, subtree: true, characterData: true })"""
+        )
+        await page.type("Write a short story about a fox.")
+        await page.press("Enter")
+        await page.wait_for("states.size >= 12", seconds=60)
+        await page.click("#stop")
+        await page.wait_for(f"{last}.innerText.includes('stopped')")
+        states = await page.evaluate("[...states]")
+        assert all(
+            later.startswith(earlier) for earlier, later in zip(states, states[1:], strict=False)
+        )
+        await idle(engine)
+
+        await page.type(QUESTION)
+        await page.press("Enter")
+        await page.wait_for(f"{last}.querySelector('.meta .copy')", seconds=60)
+        assert "tok/s" in await page.evaluate(f"{last}.querySelector('.meta').innerText")
+        await page.screenshot(shots / "real-model.png")
+        await idle(engine)
+        assert page.problems == []
