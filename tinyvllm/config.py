@@ -6,6 +6,7 @@ Both are frozen and checked once, in their constructors. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "ops": ("native", "reference"),
     "scheduling": ("continuous", "static"),
 }
+_DEVICE = r"auto|cpu|cuda(:[0-9]{1,4})?"
 _POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -77,7 +79,7 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be an integer >= 1; got {value!r}", param=name)
-        if self.block_size not in (16, 32):
+        if not isinstance(self.block_size, int) or self.block_size not in (16, 32):
             raise ConfigError(
                 f"block_size must be 16 or 32; got {self.block_size!r}", param="block_size"
             )
@@ -89,10 +91,12 @@ class EngineConfig:
             )
         if self.dtype == "float32" and self.ops != "reference":
             raise ConfigError('dtype="float32" needs ops="reference"', param="dtype")
-        kind, _, index = self.device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (
-            index and (kind != "cuda" or not index.isdigit())
-        ):
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name} must be True or False; got {getattr(self, name)!r}", param=name
+                )
+        if not isinstance(self.device, str) or not re.fullmatch(_DEVICE, self.device):
             raise ConfigError(
                 f'device must be "auto", "cpu", "cuda" or "cuda:N"; got {self.device!r}',
                 param="device",
@@ -108,7 +112,11 @@ class EngineConfig:
                     f"EngineConfig has no field {name!r}; fields: {', '.join(sorted(known))}",
                     param=name,
                 )
-        return dataclasses.replace(config or cls(), **overrides)
+        if config is None:
+            return cls(**overrides)
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config must be an EngineConfig; got {config!r}", param="config")
+        return dataclasses.replace(config, **overrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

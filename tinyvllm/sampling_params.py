@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +69,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, neutral in _NOT_YET.items():
-            if getattr(self, name) != neutral:
-                raise NotSupportedError(
-                    f"{name} is not supported yet; got {getattr(self, name)!r}", param=name
-                )
+            value = getattr(self, name)
+            if isinstance(value, bool) or (
+                value is not None if neutral is None else value != neutral
+            ):
+                raise NotSupportedError(f"{name} is not supported yet; got {value!r}", param=name)
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         for name, low, high in (
@@ -82,7 +84,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _fail(name, "a number", value)
-            if not (math.isfinite(value) and low <= value <= high):
+            # Compared before it is made a float, which an int from JSON may be too large for.
+            if not low <= value <= high or value > sys.float_info.max:
                 raise _fail(name, f"finite and between {low} and {high}", value)
         if self.top_p == 0.0:
             raise _fail("top_p", "above 0 (for greedy use temperature=0)", self.top_p)
@@ -126,7 +129,9 @@ class SamplingParams:
                     param=name,
                 )
         if params is None:
-            return cls(**{**(defaults or {}), **overrides})
+            # A model's own default that is not built yet must not refuse every plain request.
+            known_defaults = {k: v for k, v in (defaults or {}).items() if k not in _NOT_YET}
+            return cls(**{**known_defaults, **overrides})
         if not isinstance(params, SamplingParams):
             raise _fail("params", "a SamplingParams", params)
         return dataclasses.replace(params, **overrides) if overrides else params

@@ -1,0 +1,299 @@
+"""AsyncEngine: the public face of an engine, for asyncio, uvloop and trio."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import warnings
+import weakref
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine import Engine, EngineHealth
+from tinyvllm.errors import EngineClosedError, InvalidParameterError
+from tinyvllm.hub import DEFAULT_MODEL
+from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.stream import TokenStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from tinyvllm.config import ModelConfig
+    from tinyvllm.engine import EngineStats, StepTimings
+    from tinyvllm.tokenizer import Tokenizer
+
+
+class AsyncEngine:
+    """A language model that streams.
+
+        async with AsyncEngine("smollm2-135m-instruct") as engine:
+            async for token in engine.generate("Once upon a time", max_tokens=64):
+                print(token, end="", flush=True)
+
+    `model` is an alias, a directory or org/name; `config` and `overrides` are `EngineConfig`'s
+    fields. `async with`, or `await start()` and `await aclose()`. Streams may be read from any
+    loop and from several loops at once; the engine belongs to none and outlives them.
+
+    Requests still running at `aclose()` end: their readers get `EngineClosedError` after the
+    tokens that exist. An engine that is dropped without `aclose()` stops, with a ResourceWarning.
+    After a fork the child cannot use it: `EngineClosedError`.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] = DEFAULT_MODEL,
+        config: EngineConfig | None = None,
+        **overrides: Any,
+    ) -> None:
+        if not isinstance(model, str | PathLike):
+            raise InvalidParameterError(
+                f"model must be an alias, a directory or org/name; got {model!r}", param="model"
+            )
+        self.config = EngineConfig.resolve(config, overrides)
+        self._model = model
+        self._engine: Engine | None = None
+        self._finalizer: Any = None
+
+    # --- Life cycle -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, in a thread; returns when requests are taken. Idempotent while open; a
+        closed engine can be started again.
+
+        Raises `ModelError`s and `ConfigError`. After an error or a cancellation nothing is left.
+        """
+        engine = self._launch()
+        try:
+            await engine.started.wait()
+        except BaseException:  # cancelled: loading stops at its next progress report
+            await self.aclose()
+            raise
+        self._check_started(engine)
+
+    async def aclose(self) -> None:
+        """End every request, stop the engine thread and release all memory. Idempotent."""
+        engine = self._shut()
+        if engine is None:
+            return
+        import anyio  # only needed here and at no one's first token
+
+        with anyio.CancelScope(shield=True):
+            await engine.stopped.wait()
+        engine.join()
+
+    def _launch(self) -> Engine:
+        if self._engine is None or self._engine.stopped.is_set():
+            self._engine = Engine(self._model, self.config)
+            self._finalizer = weakref.finalize(self, _stop_unclosed, self._engine)
+            self._engine.start()
+        return self._engine
+
+    def _check_started(self, engine: Engine) -> None:
+        """After `engine.started`: raises why loading failed, then with nothing left behind."""
+        if engine.start_error is not None:
+            self._shut()
+            engine.join()
+            raise engine.start_error
+        engine.check_open()
+
+    def _shut(self) -> Engine | None:
+        """Signal the end; returns the engine to wait for, if any."""
+        engine = self._engine
+        if engine is None or not engine.is_running:
+            return None
+        self._finalizer.detach()
+        engine.close()
+        return engine
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # --- Requests -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> TokenStream:
+        """Start a completion of `prompt`, text or token ids, and return its stream at once.
+
+        `sampling` are fields of `SamplingParams`, on top of `params` or else of the model's
+        defaults. Lower `priority` goes first. `request_id` is a label and need not be unique.
+
+        Raises `InvalidParameterError` (among it `ContextLengthError` for ids),
+        `EngineOverloadedError`, `EngineClosedError` or `EngineDeadError` here; what needs the
+        tokenizer raises from the first read of the stream.
+        """
+        engine = self._running()
+        if not isinstance(prompt, str):
+            prompt = check_ids(prompt, engine.model_config.vocab_size)
+        return self._submit(engine, prompt, params, sampling, priority, request_id, None)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> TokenStream:
+        """Start the model's next message after `messages` ({"role": ..., "content": ...}), laid
+        out by the model's own chat template, which also sees `template_options`.
+
+        Raises like `generate`; `ChatTemplateError` from the first read of the stream.
+        """
+        engine = self._running()
+        if isinstance(messages, str) or not all(hasattr(m, "keys") for m in messages):
+            raise InvalidParameterError(
+                f'messages must be a list of {{"role": ..., "content": ...}}; got {messages!r}',
+                param="messages",
+            )
+        options = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **(template_options or {}),
+        }
+        messages = [dict(message) for message in messages]
+        return self._submit(engine, messages, params, sampling, priority, request_id, options)
+
+    def _submit(
+        self,
+        engine: Engine,
+        prompt: Any,
+        params: SamplingParams | None,
+        sampling: Mapping[str, Any],
+        priority: int,
+        request_id: str | None,
+        chat_options: Mapping[str, Any] | None,
+    ) -> TokenStream:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParameterError(
+                f"priority must be an integer; got {priority!r}", param="priority"
+            )
+        state = engine.new_state(
+            prompt,
+            SamplingParams.resolve(params, sampling, engine.model_config.sampling_defaults),
+            priority=priority,
+            request_id=request_id,
+            chat_options=chat_options,
+        )
+        # The stream first: should an exception (KeyboardInterrupt) come from here on, its
+        # finalizer takes the request back.
+        stream = TokenStream(state, self)
+        engine.submit(state)
+        return stream
+
+    # --- What it is and does --------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The alias or org/name, or the directory's name."""
+        model = fspath(self._model)
+        is_path = not isinstance(self._model, str) or Path(model).is_dir()
+        return Path(model).resolve().name if is_path else model
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._running().model_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus output tokens of one request at most."""
+        return self._running().max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._running().tokenizer
+
+    @property
+    def step_timings(self) -> StepTimings | None:
+        """Set to a `tinyvllm.engine.StepTimings` to have it filled; None turns it off."""
+        return None if self._engine is None else self._engine.step_timings
+
+    @step_timings.setter
+    def step_timings(self, timings: StepTimings | None) -> None:
+        self._running().step_timings = timings
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what runs and of all counters; after `aclose()` the last one. Raises
+        `EngineClosedError` before the start."""
+        if self._engine is None:
+            raise EngineClosedError("the engine is not started: no statistics yet")
+        return self._engine.stats()
+
+    def health(self) -> EngineHealth:
+        """A snapshot; never raises."""
+        if self._engine is None:
+            return EngineHealth(alive=False, last_step_age=None, error=None)
+        return self._engine.health()
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosedError("the engine is not started: use `async with` or await start()")
+        self._engine.check_open()
+        return self._engine
+
+
+def check_ids(prompt: Iterable[int], vocab_size: int) -> list[int]:
+    """`prompt` as a list of plain ints. Raises `InvalidParameterError` unless all are token ids."""
+    try:
+        ids = list(prompt)
+        if set(map(type, ids)) - {int}:
+            if any(isinstance(i, bool) for i in ids):
+                raise TypeError("bool")
+            ids = [operator.index(i) for i in ids]
+    except TypeError:
+        raise InvalidParameterError(
+            f"prompt must be text or a sequence of token ids; got {_short(prompt)}", param="prompt"
+        ) from None
+    if not ids:
+        raise InvalidParameterError("prompt has 0 tokens; give at least one", param="prompt")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        idx, token_id = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise InvalidParameterError(
+            f"prompt[{idx}] is {token_id}; token ids of this model are in [0, {vocab_size})",
+            param="prompt",
+        )
+    return ids
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _stop_unclosed(engine: Engine) -> None:
+    """The AsyncEngine was collected, or the interpreter exits, without aclose()."""
+    if not engine.is_running:
+        return
+    engine.close()
+    if threading.main_thread().is_alive():
+        # A collection may run anywhere, also in the engine thread: signal, but do not wait.
+        warnings.warn(
+            "an AsyncEngine was dropped without aclose(); use `async with`",
+            ResourceWarning,
+            stacklevel=2,
+            source=engine,
+        )
+    else:
+        engine.join(timeout=10)  # native code must not run on into the interpreter's teardown

@@ -1,0 +1,133 @@
+"""Host time per token: everything in a decode step that is not an op, phase by phase.
+
+Only steady decoding counts: the clock starts when every stream has had a few tokens and stops
+before the first one ends. The engine times its own phases; the readers' side is the event loop
+thread's processor time; "step less ops" is the wall clock, and so has in it what the phases cannot
+see: the two threads waiting for each other's GIL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import tinyvllm
+from tinyvllm.bench.report import number, text_table
+from tinyvllm.engine import StepTimings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tinyvllm.bench.report import Report
+    from tinyvllm.bench.workloads import Workload
+
+PHASES = ("schedule", "build", "launch", "update", "detokenize", "publish")
+_SETTLE = 4
+"""Tokens that every stream has had before the clock starts, and still gets after it stops."""
+
+
+class _Window:
+    """Clocks that run while all streams decode."""
+
+    def __init__(self, engine: tinyvllm.AsyncEngine, num_streams: int, output_len: int) -> None:
+        self.timings = StepTimings()
+        self.wall = self.reader = 0.0
+        self._engine = engine
+        self._not_settled = num_streams
+        self._output_len = output_len
+        self._running = False
+
+    def note(self, num_tokens: int) -> None:
+        """One stream has had `num_tokens` tokens."""
+        if num_tokens == _SETTLE:
+            self._not_settled -= 1
+            if self._not_settled == 0:
+                self._running = True
+                self.wall, self.reader = -time.perf_counter(), -time.thread_time()
+                self._engine.step_timings = self.timings
+        elif num_tokens == self._output_len - _SETTLE and self._running:
+            self._running = False
+            self._engine.step_timings = None
+            self.wall += time.perf_counter()
+            self.reader += time.thread_time()
+
+
+def host_table(
+    report: Report,
+    model_dir: Path,
+    device: str,
+    num_threads: int,
+    workloads: Sequence[Workload],
+    rounds: int,
+) -> None:
+    """Measure and print the table: microseconds per token, a column for each workload."""
+    columns: list[dict[str, float]] = []
+    for workload in workloads:
+        found = asyncio.run(_measure(model_dir, device, num_threads, workload, rounds))
+        columns.append(min(found, key=lambda phases: phases["engine thread, ops aside"]))
+        for phase, us in columns[-1].items():
+            report.write(
+                {
+                    "record": "host",
+                    "streams": workload.num_requests,
+                    "phase": phase,
+                    "us_per_token": us,
+                }
+            )
+    header = ["host us per token", *(workload.name for workload in workloads)]
+    lines = [[phase, *(number(column[phase]) for column in columns)] for phase in columns[0]]
+    report.print(text_table(header, lines))
+    report.print()
+
+
+async def _measure(
+    model_dir: Path, device: str, num_threads: int, workload: Workload, rounds: int
+) -> list[dict[str, float]]:
+    default = tinyvllm.EngineConfig()
+    found = []
+    async with tinyvllm.AsyncEngine(
+        model_dir,
+        device=device,
+        num_threads=num_threads,
+        max_num_seqs=max(default.max_num_seqs, workload.num_requests),
+        max_num_batched_tokens=max(default.max_num_batched_tokens, workload.num_requests),
+        max_model_len=workload.max_model_len,
+    ) as engine:
+        vocab_size = engine.model_config.vocab_size
+        for round_idx in range(-1, rounds):
+            window = _Window(engine, workload.num_requests, workload.output_len[0])
+            streams = [
+                engine.generate(
+                    list(work.prompt_ids),
+                    temperature=0,
+                    max_tokens=work.max_tokens,
+                    ignore_eos=True,
+                )
+                for work in workload.draw(round_idx, vocab_size)
+            ]
+            await asyncio.gather(*(_read(stream, window) for stream in streams))
+            if round_idx >= 0:
+                found.append(per_token(window.timings, window.wall, window.reader))
+    return found
+
+
+async def _read(stream: tinyvllm.TokenStream, window: _Window) -> None:
+    num_tokens = 0
+    async for _ in stream:
+        num_tokens += 1
+        window.note(num_tokens)
+
+
+def per_token(timings: StepTimings, wall: float, reader: float) -> dict[str, float]:
+    """Microseconds per token: every phase, their sum, and what stands beside them."""
+    scale = 1e6 / timings.num_tokens
+    phases = {phase: getattr(timings, phase) * scale for phase in PHASES}
+    return {
+        **phases,
+        "engine thread, ops aside": sum(phases.values()),
+        "step less ops": (wall - timings.ops) * scale,
+        "reading the streams": reader * scale,
+        "ops": timings.ops * scale,
+    }

@@ -1,0 +1,583 @@
+"""Engine: one model, one thread that runs it, and the mailbox between that thread and its callers.
+
+    callers ──("add" | "abort" | "resume" | "close", state)──►  SimpleQueue  ──►  engine thread
+       └──── text ────►  tokenizing thread  ──("add" | "reject", state)──►──┘
+
+    engine thread:  receive ─► schedule ─► build ─► launch ─► update ─► detokenize ─► publish ─┐
+                       ▲  blocked here, at no cost, while nothing can run                      │
+                       └───────────────────────────────────────────────────────────────────────┘
+
+A SimpleQueue's put is reentrant and never waits, so a finalizer may abort from inside of anything.
+Bounds: at most `MAX_LIVE_STREAMS` requests wait or run; commands beside "add" are one per stream
+and state change. Nobody waits for a reader: a lagging stream is paused in the scheduler.
+
+No exception leaves the engine thread: a request's own error ends that request, any other ends the
+engine, and every live and later request gets `EngineDeadError` with its cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinyvllm import hub
+from tinyvllm.batch import BatchBuilder
+from tinyvllm.block_manager import BlockManager
+from tinyvllm.detokenizer import Detokenizer
+from tinyvllm.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    TinyvllmError,
+)
+from tinyvllm.model_runner import ModelRunner
+from tinyvllm.scheduler import Scheduler
+from tinyvllm.sequence import Sequence
+from tinyvllm.stream import Signal, StreamState, wake
+from tinyvllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tinyvllm.config import EngineConfig, ModelConfig
+    from tinyvllm.model_runner import StepOutput
+    from tinyvllm.sampling_params import SamplingParams
+    from tinyvllm.sequence import Schedule, ScheduledSequence
+    from tinyvllm.stream import Waiter
+
+logger = logging.getLogger(__name__)
+
+MAX_LIVE_STREAMS = 65_536
+
+Command = tuple[Literal["add", "reject", "abort", "resume", "close"], StreamState | None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine holds and has done: a snapshot."""
+
+    num_running: int
+    """Sequences that hold a slot, paused ones included."""
+    num_waiting: int
+    num_paused: int
+    """Sequences whose reader lags."""
+    num_free_blocks: int
+    """KV blocks that can be handed out; those that only the prefix cache keeps count as free."""
+    num_blocks: int
+    num_prompt_tokens: int
+    """Of all requests so far, like every count below."""
+    num_output_tokens: int
+    num_requests: int
+    num_preemptions: int
+    num_steps: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache, and of those the tokens found."""
+    prefix_cache_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Whether the engine works: a snapshot."""
+
+    alive: bool
+    """Started, and neither closed nor dead."""
+    last_step_age: float | None
+    """Seconds since the last step ended (or work came); None while there is nothing to do."""
+    error: BaseException | None
+    """Why the engine thread failed."""
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Where steps spend their time, in seconds summed over steps; for the bench."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    """Tokens drawn."""
+    schedule: float = 0.0
+    build: float = 0.0
+    launch: float = 0.0
+    """Around the ops, the ops themselves excluded."""
+    ops: float = 0.0
+    update: float = 0.0
+    detokenize: float = 0.0
+    publish: float = 0.0
+    """Filling buffers and waking readers."""
+
+
+class _StartCancelled(Exception):
+    """close() came while the model was loading."""
+
+
+class Engine:
+    """One model and its engine thread. `AsyncEngine` and `LLM` are its faces.
+
+    `start` and `close` only signal; `started` and `stopped` are set when they have been done.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], config: EngineConfig) -> None:
+        self.config = config
+        self.started = Signal()
+        """The model is loaded, or loading failed (`start_error`)."""
+        self.stopped = Signal()
+        """The thread is at its end: nothing runs and everything is released."""
+        self.start_error: BaseException | None = None
+        self.step_timings: StepTimings | None = None
+        """Set to a StepTimings to have it filled."""
+        self.model_config: ModelConfig
+        self.max_model_len: int
+        self.tokenizer: Tokenizer
+        self._model = model
+        self._pid = os.getpid()
+        self._mailbox: SimpleQueue[Command] = SimpleQueue()
+        self._texts: SimpleQueue[StreamState | None] = SimpleQueue()
+        self._states: dict[int, StreamState] = {}  # those the scheduler knows
+        self._seq_ids = itertools.count()
+        self._closing = False
+        self._reported = ("", 0)
+        self._end: EngineError | None = None  # closed or dead: no request is taken any more
+        self._idle_since: float | None = 0.0
+        self._last_step = 0.0
+        self._num_steps = self._num_requests = 0
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._final_stats: EngineStats | None = None
+        self._runner: ModelRunner
+        self._scheduler: Scheduler
+        self._builder: BatchBuilder
+        self._thread = threading.Thread(target=self._main, name="tinyvllm-engine", daemon=True)
+        self._tokenizing = threading.Thread(
+            target=self._tokenize_texts, name="tinyvllm-tokenizer", daemon=True
+        )
+
+    # --- Any thread -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start loading, in the engine thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell the engine thread to end every request and release everything. Idempotent."""
+        self._closing = True
+        self._mailbox.put(("close", None))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the engine thread; from a child process, where it does not run, return."""
+        if self._thread.ident is not None and os.getpid() == self._pid:
+            self._thread.join(timeout)
+
+    @property
+    def is_running(self) -> bool:
+        """The thread exists and has not ended. False in a forked child."""
+        return self._thread.is_alive() and os.getpid() == self._pid
+
+    def check_open(self) -> None:
+        """Raises `EngineClosedError` or `EngineDeadError` unless requests can be taken."""
+        if self._end is not None:
+            raise self._copy_of_end()
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                f"this engine was created in another process ({self._pid}); threads do not survive "
+                "a fork: create an engine in the process that uses it"
+            )
+        if not self.started.is_set():
+            raise EngineClosedError("the engine is not started yet: await start() first")
+
+    def new_state(
+        self,
+        prompt: str | list[int] | list[Mapping[str, Any]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> StreamState:
+        """A request that is not submitted yet. `prompt`: text, token ids, or chat messages with
+        `chat_options`. Raises as `check_open`, `EngineOverloadedError`, and for ids
+        `ContextLengthError`."""
+        self.check_open()
+        num_live = len(self._states) + self._mailbox.qsize() + self._texts.qsize()
+        if num_live >= MAX_LIVE_STREAMS:
+            raise EngineOverloadedError(
+                f"{num_live} requests wait or run already; retry later", retry_after=1.0
+            )
+        seq_id = next(self._seq_ids)
+        state = StreamState(
+            seq_id=seq_id,
+            request_id=f"req-{seq_id}" if request_id is None else request_id,
+            prompt=prompt,
+            params=params,
+            priority=priority,
+            mailbox=self._mailbox,
+            resume_below=max(1, self.config.max_buffered_tokens // 2),
+            chat_options=chat_options,
+        )
+        if chat_options is None and not isinstance(prompt, str):
+            state.prompt_token_ids = prompt  # type: ignore[assignment]  # not messages: ids
+            self._scheduler.check_prompt_len(len(prompt))
+        return state
+
+    def submit(self, state: StreamState) -> None:
+        """Hand the request over. From here on it always ends: with tokens or with an error."""
+        if state.prompt_token_ids is None:
+            self._texts.put(state)
+        else:
+            self._mailbox.put(("add", state))
+        if self._end is not None:  # since check_open; nobody reads the queues any more
+            self._reject_queued()
+
+    def stats(self) -> EngineStats:
+        """Raises `EngineClosedError` before the start; after the end, the last numbers."""
+        if self._final_stats is not None:
+            return self._final_stats
+        if not self.started.is_set() or self.start_error is not None:
+            raise EngineClosedError("the engine is not started: no statistics yet")
+        try:
+            return self._snapshot()
+        except AttributeError:  # released just now
+            if self._final_stats is None:
+                raise self._copy_of_end() from None
+            return self._final_stats
+
+    def health(self) -> EngineHealth:
+        alive = self.started.is_set() and self._end is None and self.is_running
+        busy_since = self._last_step if alive and self._idle_since is None else None
+        error = self._end.__cause__ if self._end is not None else None
+        return EngineHealth(
+            alive=alive,
+            last_step_age=None if busy_since is None else perf_counter() - busy_since,
+            error=error if error is not None else self.start_error,
+        )
+
+    def _copy_of_end(self) -> EngineError:
+        """Why no request is taken, as a new exception: each raiser gets its own traceback."""
+        assert self._end is not None
+        error = type(self._end)(*self._end.args)
+        error.__cause__ = self._end.__cause__
+        return error
+
+    def _reject_queued(self) -> None:
+        """After the end: fail what is queued. Called by whoever queues, so nothing is left."""
+        for queue in (self._mailbox, self._texts):
+            try:
+                while True:
+                    item = queue.get_nowait()
+                    state = item[1] if isinstance(item, tuple) else item
+                    if state is not None and not state.finished:
+                        self._fail(state)
+            except Empty:
+                pass
+
+    def _fail(self, state: StreamState) -> None:
+        error = self._copy_of_end()
+        dead = isinstance(error, EngineDeadError)
+        state.end("error" if dead else "abort", error)
+        state.wake_reader()
+
+    # --- Tokenizing thread ----------------------------------------------------------------------
+
+    def _tokenize_texts(self) -> None:
+        """Text and chat messages become token ids here: neither a loop nor a step waits."""
+        while (state := self._texts.get()) is not None:
+            if state.aborted:  # its "abort" command ends it
+                continue
+            try:
+                if state.chat_options is None:
+                    ids = self.tokenizer.encode(state.prompt)
+                else:
+                    ids = self.tokenizer.encode_chat(state.prompt, **state.chat_options)
+                self._scheduler.check_prompt_len(len(ids))
+            except Exception as error:
+                state.error = error
+                self._mailbox.put(("reject", state))
+            else:
+                state.prompt_token_ids = ids
+                self._mailbox.put(("add", state))
+            if self._end is not None:
+                self._reject_queued()
+
+    # --- Engine thread --------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        cause: BaseException | None = None
+        try:
+            self._load()
+        except BaseException as error:
+            if not isinstance(error, _StartCancelled):
+                self.start_error = error
+            cause = error
+        else:
+            self._tokenizing.start()
+            self.started.set()
+            logger.info("ready: %s", self._model)
+            try:
+                while self._receive():
+                    self._step()
+            except BaseException as error:
+                logger.exception("the engine thread failed")
+                cause = error
+        self._stop(cause)
+
+    def _load(self) -> None:
+        config = self.config
+        model_dir = hub.resolve(self._model, progress=self._report)
+        self._report("loading tokenizer", 0.0)
+        self.tokenizer = Tokenizer.from_dir(model_dir)
+        runner = ModelRunner(Path(model_dir), config, progress=self._report)
+        self._runner = runner
+        self.model_config = runner.model_config
+        self.max_model_len = runner.max_model_len
+        self._scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            block_manager=BlockManager(
+                runner.num_blocks, config.block_size, config.enable_prefix_caching
+            ),
+            scheduling=config.scheduling,
+        )
+        self._builder = BatchBuilder(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            block_size=config.block_size,
+        )
+        self._report("ready", 1.0)
+
+    def _report(self, phase: str, fraction: float) -> None:
+        """Progress of loading; also where a close() during the start takes effect."""
+        if self._closing:
+            raise _StartCancelled
+        quarter = phase, int(4 * fraction)
+        if quarter != self._reported:
+            self._reported = quarter
+            logger.info("%s: %.0f %%", phase, 100 * fraction)
+
+    def _receive(self) -> bool:
+        """Carry out all commands; block while nothing can run. False when told to close."""
+        mailbox, scheduler = self._mailbox, self._scheduler
+        while True:
+            if mailbox.empty():
+                if scheduler.has_work:
+                    return True
+                self._idle_since = perf_counter()
+            command, state = mailbox.get()
+            if self._idle_since is not None:
+                self._idle_since = None
+                self._last_step = perf_counter()
+            if command == "close":
+                return False
+            assert state is not None
+            if command == "add":
+                self._add(state)
+            elif command == "resume":
+                scheduler.set_paused(state.seq_id, False)
+            elif command == "reject":
+                self._finish(state, "error", state.error)
+            else:
+                self._abort(state)
+
+    def _add(self, state: StreamState) -> None:
+        if state.finished:
+            return
+        if state.aborted:
+            self._finish(state, "abort")
+            return
+        assert state.prompt_token_ids is not None
+        params = state.params
+        try:
+            state.detokenizer = Detokenizer(
+                self.tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+            )
+            seq = Sequence(
+                state.seq_id,
+                state.prompt_token_ids,
+                params,
+                request_id=state.request_id,
+                priority=state.priority,
+                eos_token_ids=self.model_config.eos_token_ids,
+                owner=state,
+            )
+            self._scheduler.add(seq)
+        except TinyvllmError as error:
+            self._finish(state, "error", error)
+            return
+        self._states[state.seq_id] = state
+        self._num_requests += 1
+        self._num_prompt_tokens += seq.num_prompt_tokens
+
+    def _abort(self, state: StreamState) -> None:
+        self._scheduler.abort(state.seq_id)
+        self._finish(state, "abort")
+
+    def _finish(
+        self,
+        state: StreamState,
+        reason: Literal["abort", "error"],
+        error: BaseException | None = None,
+    ) -> None:
+        """End a stream before its last token."""
+        if state.finished:
+            return
+        self._states.pop(state.seq_id, None)
+        state.end(reason, error)
+        state.wake_reader()
+
+    def _step(self) -> None:
+        start = perf_counter()
+        schedule = self._scheduler.schedule()
+        scheduled = perf_counter()
+        assert schedule, "the scheduler has work but schedules nothing"
+        if not schedule.is_pure_decode:
+            self._note_admissions(schedule)
+        batch = self._builder.build(schedule)
+        built = perf_counter()
+        output = self._runner.launch(batch)
+        launched = perf_counter()
+        updated = self._scheduler.update(schedule, output.token_ids)
+        self._num_steps += 1
+        self._num_output_tokens += len(updated)
+        self._last_step = drawn = perf_counter()
+        items = self._detokenize(updated, output)
+        detokenized = perf_counter()
+        self._publish(updated, items, drawn)
+        timings = self.step_timings
+        if timings is not None:
+            timings.num_steps += 1
+            timings.num_tokens += len(updated)
+            timings.schedule += scheduled - start
+            timings.build += built - scheduled
+            timings.launch += launched - built - output.ops_seconds
+            timings.ops += output.ops_seconds
+            timings.update += drawn - launched
+            timings.detokenize += detokenized - drawn
+            timings.publish += perf_counter() - detokenized
+
+    def _note_admissions(self, schedule: Schedule) -> None:
+        now = perf_counter()
+        for entry in schedule.sequences[schedule.num_decodes :]:
+            state: StreamState = entry.seq.owner
+            if state.time_scheduled is None:
+                state.time_scheduled = now
+                state.cached_tokens = entry.seq.num_cached_tokens
+
+    def _detokenize(self, updated: list[ScheduledSequence], output: StepOutput) -> list[Any]:
+        """(text, token id, finish reason, logprobs) for each sequence that got a token."""
+        items = []
+        logprobs = output.logprobs
+        for row, (entry, token_id) in enumerate(zip(updated, output.token_ids, strict=True)):
+            seq = entry.seq
+            reason = seq.finish_reason
+            detokenizer: Detokenizer = seq.owner.detokenizer
+            if reason == "stop" and not self._shows_stop_token(seq, token_id):
+                text = detokenizer.finish()
+            else:
+                text = detokenizer.append(token_id)
+                if detokenizer.stopped:
+                    self._scheduler.finish(seq, "stop")
+                    reason = "stop"
+                elif reason is not None:
+                    text += detokenizer.finish()
+            items.append((text, token_id, reason, logprobs.get(row) if logprobs else None))
+        return items
+
+    def _shows_stop_token(self, seq: Sequence, token_id: int) -> bool:
+        """A token that stops shows its text only on request, and an EOS never."""
+        return seq.params.include_stop_str_in_output and token_id not in seq.eos_token_ids
+
+    def _publish(self, updated: list[ScheduledSequence], items: list[Any], now: float) -> None:
+        """Append to the buffers, end what has finished, pause who lags, wake who waits."""
+        parked: list[Waiter] = []
+        max_buffered = self.config.max_buffered_tokens
+        for entry, item in zip(updated, items, strict=True):
+            state: StreamState = entry.seq.owner
+            buffer = state.buffer
+            state.completion_tokens += 1
+            if state.time_first_token is None:
+                state.time_first_token = now
+            buffer.append(item)
+            if item[2] is not None:
+                del self._states[state.seq_id]
+                state.end(item[2])
+            elif len(buffer) > max_buffered:
+                self._pause(state)
+            waiter = state.waiter
+            if waiter is not None and not waiter.notified:
+                waiter.notified = True
+                parked.append(waiter)
+        if parked and (closed := wake(parked)):
+            # Their readers can never run again.
+            for state in [s for s in self._states.values() if s.waiter in closed]:
+                logger.warning("the loop that read %s is closed: aborted", state.request_id)
+                self._abort(state)
+
+    def _pause(self, state: StreamState) -> None:
+        state.paused = True
+        self._scheduler.set_paused(state.seq_id, True)
+        if len(state.buffer) < state.resume_below:  # read meanwhile, before `paused` was seen
+            state.paused = False
+            self._scheduler.set_paused(state.seq_id, False)
+
+    def _snapshot(self) -> EngineStats:
+        scheduler = self._scheduler
+        manager = scheduler.block_manager
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_paused=scheduler.num_paused,
+            num_free_blocks=manager.num_free_blocks,
+            num_blocks=manager.num_blocks,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_requests=self._num_requests,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            prefix_cache_queries=manager.prefix_cache_queries,
+            prefix_cache_hits=manager.prefix_cache_hits,
+        )
+
+    def _stop(self, cause: BaseException | None) -> None:
+        """Close (no cause) or die: end every request, release everything. Never raises."""
+        if cause is None or isinstance(cause, _StartCancelled):
+            self._end = EngineClosedError("the engine was closed")
+        else:
+            self._end = EngineDeadError(
+                f"the engine thread failed: {type(cause).__name__}: {cause}"
+            )
+            self._end.__cause__ = cause
+        if self._tokenizing.ident is not None:
+            self._texts.put(None)
+            self._tokenizing.join()
+        for state in list(self._states.values()):
+            self._fail(state)
+        self._reject_queued()
+        try:
+            if self.started.is_set():
+                for seq_id in self._states:
+                    self._scheduler.abort(seq_id)
+                self._final_stats = self._snapshot()
+        except Exception:
+            if cause is None:  # the books of an engine that died may be in disorder
+                logger.exception("closing the engine")
+        self._states.clear()
+        if hasattr(self, "_runner"):
+            self._runner.close()
+        for name in ("_runner", "_scheduler", "_builder"):
+            if hasattr(self, name):  # not when loading failed
+                delattr(self, name)
+        if cause is not None:
+            # Its traceback's frames would keep weights alive for as long as somebody has it.
+            traceback.clear_frames(cause.__traceback__)
+        self.started.set()
+        self.stopped.set()

@@ -1,0 +1,285 @@
+"""ModelRunner: weights, KV cache, activations and step graphs of one model; runs batches.
+
+    launch(batch):  forward  ─► logits ─► (min_tokens masks) ─► sample ─► token ids
+                    replayed as a graph for pure decode, op by op otherwise
+
+Weights, KV pool and activations are allocated once, here; a step allocates nothing, except for
+log-probabilities, which only those pay who ask for them.
+
+Threads: `num_threads` sizes the pool of the native ops, which the engines of a process share. The
+thread count of torch, which ops="reference" runs on, is the process's and is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinyvllm.errors import ConfigError, NotSupportedError
+from tinyvllm.loader import load_config, load_model
+from tinyvllm.models import ForwardBuffers, KVCache
+from tinyvllm.ops import get_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+    from tinyvllm.batch import Batch
+    from tinyvllm.config import EngineConfig, ModelConfig
+    from tinyvllm.ops import Graph
+
+logger = logging.getLogger(__name__)
+
+# One graph per number of decoding sequences; the least recently replayed goes first. A graph is a
+# few hundred kilobytes and a capture costs about as much as two eager steps' op calls.
+_MAX_GRAPHS = 64
+
+Logprobs = tuple[float, dict[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of one step."""
+
+    token_ids: list[int]
+    """One per row of logits."""
+    logprobs: dict[int, Logprobs]
+    """Row -> (log-probability of its token, {id: log-probability} of the k most likely)."""
+    ops_seconds: float
+    """Time inside ops: what is left of a step is the host's."""
+
+
+class ModelRunner:
+    """Loads a model and runs steps of it. Used by one thread.
+
+    Raises `ModelError`s for the directory, `ConfigError` for settings that do not fit it,
+    `NotSupportedError` for a device that this version cannot run on.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        self.model_config: ModelConfig = load_config(model_dir)
+        self.device = _resolve_device(config.device)
+        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        self.max_model_len = _resolve_max_model_len(config, self.model_config)
+        self.block_size = config.block_size
+        self.ops = get_ops(config.ops)
+        if config.num_threads is not None and config.ops == "native":
+            from tinyvllm import _C
+
+            _C.set_num_threads(config.num_threads)
+        self.model = load_model(
+            model_dir,
+            self.model_config,
+            self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            progress=progress,
+        )
+        self.num_blocks = self._size_pool(config)
+        self.kv_cache = KVCache.allocate(
+            self.model_config, self.num_blocks, config.block_size, self.dtype, self.device
+        )
+        self._buffers = ForwardBuffers.allocate(
+            self.model_config,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self.dtype,
+            self.device,
+        )
+        self._use_graphs = self.ops.supports_graphs and not config.enforce_eager
+        self._graphs: OrderedDict[int, tuple[Graph, ForwardBuffers]] = OrderedDict()
+
+    def launch(self, batch: Batch) -> StepOutput:
+        """Run one step to its end and return its tokens. The GIL is free during native ops."""
+        start = perf_counter()
+        if batch.is_pure_decode and self._use_graphs:
+            graph, buffers = self._decode_graph(batch)
+            graph.replay()
+        else:
+            buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
+            self.model.forward(buffers, batch.forward, self.kv_cache)
+        if not batch.num_logits:
+            return StepOutput([], {}, perf_counter() - start)
+        draw, logits = batch.sampling, buffers.logits
+        ops_seconds = perf_counter() - start
+        masked = self._mask_stop_ids(batch, logits) if batch.special else []
+        start = perf_counter()
+        self.ops.sample(
+            draw.token_ids,
+            logits,
+            draw.temperature,
+            draw.top_k,
+            draw.top_p,
+            draw.min_p,
+            draw.seeds,
+            draw.step_idx,
+        )
+        ops_seconds += perf_counter() - start
+        token_ids: list[int] = draw.token_ids.tolist()
+        for row, ids, values in masked:
+            logits[row, ids] = values
+        logprobs = self._logprobs(batch, logits, token_ids) if batch.special else {}
+        return StepOutput(token_ids, logprobs, ops_seconds)
+
+    def close(self) -> None:
+        """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
+        self._graphs.clear()
+        del self.model, self.kv_cache, self._buffers
+
+    def _decode_graph(self, batch: Batch) -> tuple[Graph, ForwardBuffers]:
+        """The graph for this number of sequences, captured at its first use, and its buffers."""
+        captured = self._graphs.get(batch.num_seqs)
+        if captured is not None:
+            self._graphs.move_to_end(batch.num_seqs)
+            return captured
+        buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
+        with self.ops.capture() as graph:
+            self.model.forward(buffers, batch.forward, self.kv_cache)
+        if len(self._graphs) >= _MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        self._graphs[batch.num_seqs] = graph, buffers
+        return graph, buffers
+
+    def _mask_stop_ids(
+        self, batch: Batch, logits: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Make stop ids undrawable for rows below their min_tokens; returns what to put back."""
+        masked = []
+        for row, seq in batch.special:
+            if seq.num_output_tokens >= seq.params.min_tokens:
+                continue
+            ids = torch.tensor([i for i in seq.stop_ids if i < logits.shape[1]], dtype=torch.int64)
+            masked.append((row, ids, logits[row, ids]))
+            logits[row, ids] = -torch.inf
+        return masked
+
+    def _logprobs(
+        self, batch: Batch, logits: torch.Tensor, token_ids: list[int]
+    ) -> dict[int, Logprobs]:
+        """Of the raw distribution (before masks and temperature), for the rows that asked."""
+        result: dict[int, Logprobs] = {}
+        for row, seq in batch.special:
+            count = seq.params.logprobs
+            if count is None:
+                continue
+            logprobs = torch.log_softmax(logits[row], dim=-1)
+            top = torch.topk(logprobs, min(count, len(logprobs)))
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            result[row] = float(logprobs[token_ids[row]]), dict(pairs)
+        return result
+
+    def _size_pool(self, config: EngineConfig) -> int:
+        """KV blocks: as configured, else what the configured load needs within half of the free
+        memory. Raises `ConfigError` when not even one block fits."""
+        block_bytes = KVCache.num_bytes_per_block(self.model_config, config.block_size, self.dtype)
+        free = free_memory()
+        if config.num_blocks is not None:
+            if config.num_blocks * block_bytes > free:
+                raise ConfigError(
+                    f"num_blocks {config.num_blocks} needs "
+                    f"{config.num_blocks * block_bytes / 2**30:.1f} GiB of KV cache "
+                    f"({block_bytes} bytes a block); {free / 2**30:.1f} GiB are free",
+                    param="num_blocks",
+                )
+            return config.num_blocks
+        per_seq = min(config.expected_seq_len * 3 / 2, self.max_model_len)
+        wanted = config.max_num_seqs * -(-int(per_seq) // config.block_size)
+        # One sequence of full length always fits, if memory allows.
+        wanted = max(wanted, -(-self.max_model_len // config.block_size))
+        num_blocks = min(wanted, free // 2 // block_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"no memory for a KV cache: a block takes {block_bytes} bytes and {free} are free; "
+                "stop other programs or set num_blocks",
+                param="num_blocks",
+            )
+        if num_blocks < wanted:
+            logger.warning(
+                "KV cache cut to %d blocks of the %d wanted: half of the free memory (%.1f GiB)",
+                num_blocks,
+                wanted,
+                free / 2**30,
+            )
+        return num_blocks
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device.startswith("cuda"):
+        raise NotSupportedError(
+            f'device {device!r} is not supported yet; use "cpu" or "auto"', param="device"
+        )
+    return torch.device("cpu")
+
+
+def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model was made for "
+            f"(max_position_embeddings {limit})",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def free_memory(proc: str | PathLike[str] = "/proc", sys: str | PathLike[str] = "/sys") -> int:
+    """Bytes of memory this process may still take: the machine's, within its cgroup's limit.
+
+    Page cache counts as free, for the machine and for the cgroup alike. 4 GiB where nobody says
+    (not Linux).
+    """
+    candidates = [
+        int(line.split()[1]) * 1024
+        for line in _lines(Path(proc) / "meminfo")
+        if line.startswith("MemAvailable:")
+    ]
+    for line in _lines(Path(proc) / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = "fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = "fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Every ancestor's limit holds too. In a container the path may lie outside of the mount,
+        # whose root is then the group itself.
+        relative = path.strip("/")
+        groups = [Path(sys) / root]
+        for part in filter(None, relative.split("/")):
+            groups.append(groups[-1] / part)
+        candidates += [left for left in (_left_in_group(group, *names) for group in groups) if left]
+    return min(candidates, default=4 << 30)
+
+
+def _left_in_group(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    limit, usage = _lines(group / limit_name), _lines(group / usage_name)
+    if not limit or not usage or not limit[0].isdigit():  # no such group, or "max"
+        return None
+    cache = [
+        int(line.split()[1])
+        for line in _lines(group / "memory.stat")
+        if line.startswith(cache_name + " ")
+    ]
+    return max(1, int(limit[0]) - int(usage[0]) + sum(cache))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []

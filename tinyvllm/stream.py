@@ -1,0 +1,564 @@
+"""From the engine thread to a reader: Token, TokenStream, and the wake-up of parked readers.
+
+      engine thread                                   reader's loop: asyncio, uvloop, trio
+  StreamState.buffer.append(item)  ───────────────►  TokenStream.__anext__ pops it
+  state.waiter set?  ── wake(waiters of the step) ─►  one callback per loop: resumes its readers
+
+The buffer is a deque: append and popleft are atomic, so a reader that is never late is never woken
+and the engine never takes a lock. The engine holds StreamStates only. A TokenStream that nobody
+holds is collected at once, and its finalizer aborts the request.
+
+Consumer slow: the engine stops scheduling it (`paused`) until half of its buffer is read. Consumer
+gone: abort. Engine dead or closed: `error` is set and raised to the reader after what was buffered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tinyvllm.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from tinyvllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Token(str):
+    """One generated token: a `str`, its text delta, which may be empty.
+
+    Text is empty where it is held back (half of a character, a possible stop string) or where the
+    token is special; `"".join(tokens)` is the text of the whole answer.
+    """
+
+    id: int
+    index: int  # type: ignore[assignment]  # hides str.index, which nobody calls on a token
+    """0 for the first generated token of the request."""
+    logprob: float | None
+    """Natural log of the probability that the raw model gave this token, where asked for."""
+    top_logprobs: dict[int, float] | None
+    """Token id -> log-probability of the k most likely, most likely first, where asked for."""
+    finish_reason: FinishReason | None
+    """Set on the last token only."""
+
+    def __new__(
+        cls,
+        text: str = "",
+        id: int = -1,
+        index: int = -1,
+        logprob: float | None = None,
+        top_logprobs: dict[int, float] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> Token:
+        token = str.__new__(cls, text)
+        token.id = id
+        token.index = index
+        token.logprob = logprob
+        token.top_logprobs = top_logprobs
+        token.finish_reason = finish_reason
+        return token
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since the request was made; None for what has not happened yet."""
+
+    queued: float | None
+    """Until its first prompt token was scheduled (tokenizing included)."""
+    time_to_first_token: float | None
+    total: float | None
+    """Until its last token, or its end."""
+    time_per_output_token: float | None
+    """Mean gap between tokens after the first."""
+
+
+# --- Waking readers -----------------------------------------------------------------------------
+
+
+class Waiter(Protocol):
+    """One reader that is parked, or about to park."""
+
+    notified: bool
+    """A wake-up is on its way; set by whoever sends it, so that it is sent once."""
+    portal: Any
+    """The reader's loop: waiters with the same portal are woken by one callback."""
+
+    async def wait(self) -> None: ...
+    def post(self, group: Sequence[Any]) -> bool:
+        """Wake `group`, all of this portal, from any thread. False when its loop has closed."""
+        ...
+
+
+class _AsyncioWaiter:
+    __slots__ = ("future", "notified", "portal")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.portal = loop
+        self.notified = False
+        self.future: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        # No callback of the loop can run between __init__ and here, so no wake-up is missed.
+        self.future = self.portal.create_future()
+        await self.future
+
+    def post(self, group: Sequence[_AsyncioWaiter]) -> bool:
+        try:
+            self.portal.call_soon_threadsafe(self._resume, group)
+        except RuntimeError:
+            if self.portal.is_closed():
+                return False
+            raise
+        return True
+
+    @staticmethod
+    def _resume(group: Sequence[_AsyncioWaiter]) -> None:
+        for waiter in group:
+            if waiter.future is not None and not waiter.future.done():
+                waiter.future.set_result(None)
+
+
+class _TrioWaiter:
+    __slots__ = ("_trio", "notified", "portal", "task")
+
+    def __init__(self, trio: Any) -> None:
+        self._trio = trio
+        self.portal = trio.lowlevel.current_trio_token()
+        self.notified = False
+        self.task: Any = None
+
+    async def wait(self) -> None:
+        self.task = self._trio.lowlevel.current_task()
+        await self._trio.lowlevel.wait_task_rescheduled(self._cancelled)
+
+    def _cancelled(self, _: Any) -> Any:
+        self.task = None
+        return self._trio.lowlevel.Abort.SUCCEEDED
+
+    def post(self, group: Sequence[_TrioWaiter]) -> bool:
+        try:
+            self.portal.run_sync_soon(self._resume, group)
+        except self._trio.RunFinishedError:
+            return False
+        return True
+
+    def _resume(self, group: Sequence[_TrioWaiter]) -> None:
+        for waiter in group:
+            if waiter.task is not None:
+                task, waiter.task = waiter.task, None
+                self._trio.lowlevel.reschedule(task)
+
+
+class _BlockingWaiter:
+    """A stream that a thread reads, beside others, in `read_blocking`."""
+
+    __slots__ = ("idx", "notified", "portal", "state")
+
+    def __init__(self, portal: SimpleQueue[Any], idx: int, state: StreamState) -> None:
+        self.portal = portal
+        self.notified = False
+        self.idx = idx
+        self.state = state
+
+    async def wait(self) -> None:
+        raise AssertionError("parks a thread, not a task")
+
+    def post(self, group: Sequence[_BlockingWaiter]) -> bool:
+        self.portal.put(group)
+        return True
+
+
+def new_waiter() -> Waiter:
+    """A waiter for the running task, under trio or asyncio. Raises RuntimeError under neither."""
+    # trio first: in its guest mode an asyncio (or other) loop runs underneath.
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        return _TrioWaiter(trio)
+    return _AsyncioWaiter(asyncio.get_running_loop())
+
+
+def wake(waiters: Iterable[Waiter]) -> list[Waiter]:
+    """Resume parked readers, from any thread: one call per loop. Returns those whose loop has
+    closed, which can never run again."""
+    groups: dict[Any, list[Waiter]] = {}
+    for waiter in waiters:
+        groups.setdefault(waiter.portal, []).append(waiter)
+    closed: list[Waiter] = []
+    for group in groups.values():
+        if not group[0].post(group):
+            closed += group
+    return closed
+
+
+class Signal:
+    """A one-shot event: set once from any thread, awaited from any loop or thread."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._waiters: deque[Waiter] = deque()
+
+    def set(self) -> None:
+        self._event.set()
+        wake(self._waiters.copy())
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait_blocking(self, timeout: float | None = None) -> bool:
+        return self._event.wait(timeout)
+
+    async def wait(self) -> None:
+        waiter = new_waiter()
+        self._waiters.append(waiter)
+        try:
+            # Looked at after the waiter is in the list: `set` sees one or we see the other.
+            if not self._event.is_set():
+                await waiter.wait()
+        finally:
+            self._waiters.remove(waiter)
+
+
+# --- One request --------------------------------------------------------------------------------
+
+# What the engine appends per token: text, token id, finish reason, (logprob, top logprobs) or None.
+Item = tuple[str, int, FinishReason | None, tuple[float, dict[int, float]] | None]
+
+
+class StreamState:
+    """What the engine and a reader share about one request. Knows no TokenStream.
+
+    Written by the engine thread: `finished`, `finish_reason`, `error`, counts, times. Written by
+    the reader: `waiter`, `aborted`. `paused` is set by the engine and cleared by the reader.
+    """
+
+    __slots__ = (
+        "aborted",
+        "arrival",
+        "buffer",
+        "cached_tokens",
+        "chat_options",
+        "completion_tokens",
+        "detokenizer",
+        "error",
+        "finish_reason",
+        "finished",
+        "mailbox",
+        "params",
+        "paused",
+        "priority",
+        "prompt",
+        "prompt_token_ids",
+        "request_id",
+        "resume_below",
+        "seq_id",
+        "time_created",
+        "time_ended",
+        "time_first_token",
+        "time_scheduled",
+        "waiter",
+    )
+
+    def __init__(
+        self,
+        *,
+        seq_id: int,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams,
+        priority: int,
+        mailbox: SimpleQueue[Any],
+        resume_below: int,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.prompt = prompt  # text; chat messages when there are chat_options; or token ids
+        self.chat_options = chat_options
+        self.params = params
+        self.priority = priority
+        self.mailbox = mailbox
+        self.resume_below = resume_below
+        self.buffer: deque[Item] = deque()
+        self.waiter: Waiter | None = None
+        self.detokenizer: Any = None
+        self.aborted = False
+        self.paused = False
+        self.finished = False
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.prompt_token_ids: list[int] | None = None
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.time_created = time.perf_counter()
+        self.time_scheduled: float | None = None
+        self.time_first_token: float | None = None
+        self.time_ended: float | None = None
+
+    def abort(self) -> None:
+        """Ask the engine to drop the request: from any thread, also from a finalizer (putting on
+        a SimpleQueue is reentrant). Does nothing when it has finished or was aborted before."""
+        if self.finished or self.aborted:
+            return
+        self.aborted = True
+        self.mailbox.put(("abort", self))
+        self.wake_reader()
+
+    def resume(self) -> None:
+        """Reader side: enough was read for a paused stream to go on."""
+        self.paused = False
+        self.mailbox.put(("resume", self))
+
+    def wake_reader(self) -> None:
+        waiter = self.waiter
+        if waiter is not None and not waiter.notified:
+            waiter.notified = True
+            wake((waiter,))
+
+    def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Engine side: no further token will come. The caller wakes the waiter."""
+        self.time_ended = time.perf_counter()
+        self.error = error
+        self.finish_reason = reason
+        # Last: a reader that sees it has all that was appended before.
+        self.finished = True
+
+
+class TokenStream:
+    """The tokens of one request: an async iterator and an async context manager.
+
+        async for token in engine.generate("Once upon a time"):
+            print(token, end="")
+
+    The request runs from the moment `generate` returns, at most `max_buffered_tokens` ahead of the
+    reader. Leaving the loop early (`break`, an exception, cancellation), `abort()`, `aclose()`,
+    leaving an `async with`, and dropping the last reference each abort it within one step. To read
+    in parts, use `await anext(stream)`.
+
+    Errors raise from the iteration, after the tokens that came before them: `ContextLengthError`
+    and other `InvalidParameterError`s that need the tokenizer, `EngineDeadError`, and
+    `EngineClosedError` when the engine was closed under a running request.
+
+    Any loop may read, one task at a time. A read suspends only when no token is ready.
+    """
+
+    def __init__(self, state: StreamState, owner: object) -> None:
+        self._state = state
+        self._owner = owner  # a stream keeps its engine alive
+        self._parts: list[str] = []
+        self._left = False
+        self._home = os.getpid()
+
+    @property
+    def request_id(self) -> str:
+        """The label given to `generate`, or one made up."""
+        return self._state.request_id
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while it runs. "stop": EOS, a stop string or a stop id; "length": max_tokens."""
+        if self._state.finished:
+            return self._state.finish_reason
+        return "abort" if self._state.aborted else None
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; final once `finish_reason` is set."""
+        state = self._state
+        return Usage(
+            prompt_tokens=len(state.prompt_token_ids or ()),
+            cached_tokens=state.cached_tokens,
+            completion_tokens=state.completion_tokens,
+        )
+
+    @property
+    def timings(self) -> Timings:
+        """Seconds, by the engine's clock, so a slow reader does not change them."""
+        state, start = self._state, self._state.time_created
+        first, ended, gaps = state.time_first_token, state.time_ended, state.completion_tokens - 1
+        return Timings(
+            queued=None if state.time_scheduled is None else state.time_scheduled - start,
+            time_to_first_token=None if first is None else first - start,
+            total=None if ended is None else ended - start,
+            time_per_output_token=(
+                None if first is None or ended is None or gaps < 1 else (ended - first) / gaps
+            ),
+        )
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """The prompt as the model reads it; None until it is tokenized."""
+        return self._state.prompt_token_ids
+
+    def abort(self) -> None:
+        """Stop the request now; reading ends. Idempotent, callable from any thread."""
+        self._state.abort()
+
+    async def aclose(self) -> None:
+        """Same as `abort()`. Never waits."""
+        self._state.abort()
+
+    async def text(self) -> str:
+        """Read to the end; the text of all tokens read, those read earlier included. Of an aborted
+        stream: what was read before."""
+        try:
+            while True:
+                await self.__anext__()
+        except StopAsyncIteration:
+            return "".join(self._parts)
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._state.abort()
+
+    def __aiter__(self) -> _Loop:
+        if self._left:
+            raise RuntimeError(
+                f"request {self.request_id!r} ended when an earlier `async for` over it was left; "
+                "to read a stream in parts, use `await anext(stream)`"
+            )
+        return _Loop(self)
+
+    async def __anext__(self) -> Token:
+        state = self._state
+        if state.aborted:
+            raise StopAsyncIteration
+        try:
+            item = state.buffer.popleft()
+        except IndexError:
+            item = await self._next_item()
+        if state.paused and len(state.buffer) < state.resume_below:
+            state.resume()
+        text, token_id, reason, logprobs = item
+        self._parts.append(text)
+        index = len(self._parts) - 1
+        if logprobs is None:
+            return Token(text, token_id, index, None, None, reason)
+        return Token(text, token_id, index, *logprobs, reason)
+
+    async def _next_item(self) -> Item:
+        """The next item, parking until the engine has one. Ends the iteration after the last."""
+        state = self._state
+        if state.waiter is not None:
+            raise RuntimeError(f"two tasks iterate the stream of request {self.request_id!r}")
+        if os.getpid() != self._home:
+            raise EngineClosedError("this stream's engine was created in another process")
+        while True:
+            waiter = new_waiter()
+            state.waiter = waiter
+            try:
+                # After the waiter is set, or the engine and we could miss each other; `finished`
+                # before the buffer, or its last token could be.
+                finished = state.finished
+                if state.buffer:
+                    return state.buffer.popleft()
+                if finished and state.error is not None:
+                    raise state.error.with_traceback(None)
+                if finished or state.aborted:
+                    raise StopAsyncIteration
+                try:
+                    await waiter.wait()
+                except BaseException:  # cancelled, or its coroutine was dropped
+                    state.abort()
+                    raise
+            finally:
+                state.waiter = None
+            if state.aborted:
+                raise StopAsyncIteration
+
+    def _leave(self) -> None:
+        """An `async for` let go of its iterator before the end: break, exception, cancellation."""
+        state = self._state
+        if not state.finished and not state.aborted:
+            self._left = True
+            state.abort()
+
+    def __del__(self) -> None:
+        self._state.abort()
+
+    def __repr__(self) -> str:
+        return (
+            f"<TokenStream {self.request_id!r} {self.finish_reason or 'running'}, "
+            f"{self._state.completion_tokens} tokens>"
+        )
+
+
+class _Loop:
+    """The iterator of one `async for`: the loop holds its only reference, so that `break` is seen
+    even while the TokenStream itself stays referenced."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+
+    def __aiter__(self) -> _Loop:
+        return self
+
+    def __anext__(self) -> Any:
+        return self._stream.__anext__()
+
+    def __del__(self) -> None:
+        self._stream._leave()
+
+
+def read_blocking(streams: Sequence[TokenStream]) -> Iterator[tuple[int, Item]]:
+    """(index of its stream, item) of many streams as they come; blocks the calling thread.
+
+    A stream's error is raised when it is met, with the index noted; the others go on.
+    """
+    ready: SimpleQueue[Sequence[_BlockingWaiter]] = SimpleQueue()
+    waiters = [_BlockingWaiter(ready, i, stream._state) for i, stream in enumerate(streams)]
+    for waiter in waiters:
+        waiter.state.waiter = waiter
+    num_live = len(waiters)
+    group: Sequence[_BlockingWaiter] = waiters  # what came before the waiters were set
+    while num_live:
+        for waiter in group:
+            state = waiter.state
+            waiter.notified = False  # before looking: what comes from here on is announced again
+            finished = state.finished
+            while state.buffer:
+                item = state.buffer.popleft()
+                if state.paused and len(state.buffer) < state.resume_below:
+                    state.resume()
+                yield waiter.idx, item
+            if finished and state.waiter is waiter:
+                state.waiter = None
+                num_live -= 1
+                if state.error is not None:
+                    state.error.add_note(f"in request {waiter.idx} ({state.request_id})")
+                    raise state.error
+        if num_live:
+            group = ready.get()
