@@ -115,6 +115,8 @@ class Gateway:
         self._created = int(time.time())
         self._server: Server | None = None
         self._connections: set[Connection] = set()
+        # Kept, since a dead engine refuses to tell.
+        self._max_model_len = engine.max_model_len
         self.sampling_defaults: dict[str, float] = dict(engine.model_config.sampling_defaults)
 
     async def __aenter__(self) -> Gateway:
@@ -229,7 +231,7 @@ class Gateway:
             )
         if path == "/v1/models":
             details = {
-                "max_model_len": self.engine.max_model_len,
+                "max_model_len": self._max_model_len,
                 "sampling_defaults": self.sampling_defaults,
             }
             return web.models_reply(self.engine.model_name, self._created, details)

@@ -276,12 +276,17 @@ function newChat() {
   byId("latest").hidden = true;
   following = true;
   updateButtons();
-  byId("input").focus();
+  focusInput();
 }
 
 // Input
 
 const input = byId("input");
+
+/** Where typing needs no screen keyboard, the reader can type at once. */
+function focusInput() {
+  if (!matchMedia("(pointer: coarse)").matches) input.focus();
+}
 
 function fitInput() {
   input.style.height = "auto";
@@ -315,7 +320,7 @@ document.addEventListener("keydown", (event) => {
 });
 byId("stop").addEventListener("click", () => {
   stop();
-  input.focus();
+  focusInput();
 });
 byId("new-chat").addEventListener("click", newChat);
 byId("retry").addEventListener("click", () => client.retryNow());
@@ -330,6 +335,10 @@ byId("suggestions").addEventListener("click", (/** @type {MouseEvent} */ event) 
 });
 byId("settings").addEventListener("input", readSettings);
 byId("settings-toggle").addEventListener("click", () => openSettings(byId("settings").hidden));
+document.addEventListener("pointerdown", (event) => {
+  const target = /** @type {Element} */ (event.target);
+  if (!byId("settings").hidden && !target.closest("#settings, #settings-toggle")) openSettings(false);
+});
 byId("settings-close").addEventListener("click", () => openSettings(false));
 byId("reset").addEventListener("click", () => {
   Object.assign(settings, defaults);
@@ -347,4 +356,4 @@ client.addEventListener("state", showConnection);
 showSettings();
 showConnection();
 void describeModel();
-input.focus();
+focusInput();

@@ -67,6 +67,14 @@ export class ResponseError extends Error {
 }
 
 export class ResponsesClient extends EventTarget {
+  /** @type {WebSocket | null} */
+  #socket = null;
+  /** @type {Map<string, Answer>} by stream id: every answer has a lane of its own */
+  #answers = new Map();
+  #numCreated = 0;
+  #numFailures = 0;
+  #timer = 0;
+
   /** @param {string | URL} url ws:// or wss://, path /v1/responses */
   constructor(url) {
     super();
@@ -75,18 +83,8 @@ export class ResponsesClient extends EventTarget {
     this.state = "connecting";
     /** When the next attempt is made, in ms of Date.now(); meaningful while "waiting". */
     this.retryAt = 0;
-    /** @type {WebSocket | null} */
-    this.#socket = null;
     this.#connect();
   }
-
-  /** @type {WebSocket | null} */
-  #socket;
-  /** @type {Map<string, Answer>} by stream id: every answer has a lane of its own */
-  #answers = new Map();
-  #numCreated = 0;
-  #numFailures = 0;
-  #timer = 0;
 
   /**
    * Ask. The answer begins to come as soon as the socket is open.
@@ -205,6 +203,12 @@ export class ResponsesClient extends EventTarget {
  * grown or the answer has ended.
  */
 export class Answer extends EventTarget {
+  #cancel;
+  /** @type {(response: Response) => void} */
+  #resolve = () => {};
+  /** @type {(error: ResponseError) => void} */
+  #reject = () => {};
+
   /**
    * @param {string} streamId
    * @param {Request} request
@@ -235,12 +239,6 @@ export class Answer extends EventTarget {
     });
     this.done.catch(() => {}); // Whoever cares looks at `error` or awaits `done`.
   }
-
-  #cancel;
-  /** @type {(response: Response) => void} */
-  #resolve = () => {};
-  /** @type {(error: ResponseError) => void} */
-  #reject = () => {};
 
   /** No more to come, one way or the other. */
   get ended() {

@@ -85,6 +85,7 @@ async def test_health_follows_the_engine(running: Harness) -> None:
     await running.engine.aclose()
     status, _, body = await get(running, "/healthz")
     assert (status, json.loads(body)["alive"]) == (503, False)
+    assert (await get(running, "/v1/models"))[0] == 200
 
 
 @pytest.mark.asyncio

@@ -26,12 +26,19 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 # The real command with a fake engine in it, whose answers never end.
 FAKE = """
+import asyncio
+import logging
 import sys
 from tinyvllm.gateway.__main__ import main
 from support.fake_engine import FakeEngine, Script
 script = Script(("word ",) * 1_000_000, interval=0.01)
+class Loading(FakeEngine):
+    async def start(self):
+        logging.getLogger("tinyvllm.engine").info("%s: %.0f %%", "loading weights", 10.0)
+        logging.getLogger("tinyvllm.engine").info("%s: %.0f %%", "loading weights", 20.0)
+        await asyncio.Event().wait()
 def new_engine(name, config):
-    return FakeEngine(name, config, script=script)
+    return Loading(name) if name == "loading" else FakeEngine(name, config, script=script)
 sys.exit(main(sys.argv[1:], new_engine=new_engine))
 """
 
@@ -83,6 +90,15 @@ def test_a_signal_ends_it_cleanly_under_load(number: signal.Signals) -> None:
     assert out == ""  # one line, the URL, and that was read
     assert "Traceback" not in err and "rror" not in err
     assert err.splitlines()[-1].startswith("ready in ")
+
+
+def test_a_signal_while_loading_ends_it_cleanly() -> None:
+    with serve("--port", "0", "--model", "loading") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "loading weights ...\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
 
 
 def test_a_busy_port_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:

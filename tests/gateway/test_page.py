@@ -359,6 +359,7 @@ async def test_looks(
     async def shoot(name: str) -> None:
         overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert await page.evaluate(overflow) <= 0, name
+        await page.wait_for("document.getAnimations().every((a) => !(a instanceof CSSTransition))")
         await page.screenshot(shots / f"{name}.png")
 
     for scheme in ("light", "dark"):

@@ -141,8 +141,6 @@ class FakeEngine:
     ) -> None:
         self.model_name = model
         self.config = config or EngineConfig()
-        self.max_model_len = 4096
-        self.model_config = SimpleNamespace(sampling_defaults={"temperature": 0.6})
         self.tokenizer = FakeTokenizer()
         self.script = script
         self.streams: list[FakeStream] = []
@@ -153,6 +151,20 @@ class FakeEngine:
         self._new = asyncio.Condition()
         self._num_taken = 0
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def max_model_len(self) -> int:
+        self._check_open()
+        return 4096
+
+    @property
+    def model_config(self) -> SimpleNamespace:
+        self._check_open()
+        return SimpleNamespace(sampling_defaults={"temperature": 0.6})
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineClosedError("closed")
 
     async def start(self) -> None:
         pass
@@ -176,8 +188,7 @@ class FakeEngine:
         request_id: str | None = None,
         **sampling: Any,
     ) -> FakeStream:
-        if self.closed:
-            raise EngineClosedError("closed")
+        self._check_open()
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
@@ -203,6 +214,6 @@ class FakeEngine:
         """The next request that the gateway makes."""
         number = self._num_taken
         self._num_taken += 1
-        async with self._new:
+        async with asyncio.timeout(10), self._new:
             await self._new.wait_for(lambda: len(self.streams) > number)
         return self.streams[number]
