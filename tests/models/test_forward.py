@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from tinyvllm.ops import get_ops
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tinyvllm.ops import Ops
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -68,14 +70,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny_model(path, architecture, **overrides)
 
 
-def load_ours(path: Path, dtype: torch.dtype, max_model_len: int = 512) -> Transformer:
+def load_ours(path: Path, dtype: torch.dtype, ops: Ops | None = None) -> Transformer:
     return load_model(
         path,
         load_config(path),
-        get_ops("reference"),
+        ops or get_ops("reference"),
         dtype=dtype,
         device=torch.device("cpu"),
-        max_model_len=max_model_len,
+        max_model_len=512,
     )
 
 
@@ -111,11 +113,14 @@ def test_fp32_logits_are_as_exact_as_transformers(tiny: Path) -> None:
     assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
 
 
-def test_bf16_logits_are_within_twice_transformers_error(tiny: Path) -> None:
+@pytest.mark.parametrize("ops", ["reference", "native"])
+def test_bf16_logits_are_within_twice_transformers_error(
+    tiny: Path, ops: Literal["reference", "native"]
+) -> None:
     ids = random_ids(load_config(tiny).vocab_size)
     truth = their_logits(load_theirs(tiny, torch.float32), ids)
     theirs = their_logits(load_theirs(tiny, torch.bfloat16), ids)
-    ours = our_logits(load_ours(tiny, torch.bfloat16), ids, torch.bfloat16)
+    ours = our_logits(load_ours(tiny, torch.bfloat16, get_ops(ops)), ids, torch.bfloat16)
     assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
     assert (ours - truth).square().mean() <= 4 * (theirs - truth).square().mean()
 

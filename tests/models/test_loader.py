@@ -20,17 +20,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tinyvllm.models import Transformer
+    from tinyvllm.ops import Ops
+
+
+class PlainOps:
+    """Packs nothing: a weight can be looked at as it was loaded."""
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
 
 
 def load(
     path: Path,
     dtype: torch.dtype = torch.float32,
     progress: Callable[[str, float], None] | None = None,
+    ops: Ops | None = None,
 ) -> Transformer:
     return load_model(
         path,
         load_config(path),
-        get_ops("reference"),
+        ops or PlainOps(),
         dtype=dtype,
         device=torch.device("cpu"),
         max_model_len=64,
@@ -120,7 +129,7 @@ def test_an_unaligned_header_is_legal(tmp_path: Path) -> None:
 def test_the_model_outlives_its_file(tmp_path: Path) -> None:
     """A weight that stayed mapped would be zeros, or a SIGBUS, once the file is cut."""
     path = make_tiny_model(tmp_path / "m", dtype=torch.float32)
-    model = load(path)
+    model = load(path, ops=get_ops("reference"))
     before = PagedRunner(model, max_len=8).run({0: [5, 6, 7]})[0]
     with (path / "model.safetensors").open("r+b") as file:
         file.truncate(0)
@@ -140,6 +149,20 @@ def test_a_file_written_by_safetensors_without_metadata(tmp_path: Path) -> None:
     load(path)
 
 
+def test_joined_weights_keep_their_order(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "Qwen2ForCausalLM")
+    layer, source = (
+        load(path, torch.bfloat16).weights.layers[1],
+        random_weights(path, torch.bfloat16),
+    )
+    prefix = "model.layers.1."
+    for joined, kind in ((layer.qkv_proj, "weight"), (layer.qkv_bias, "bias")):
+        parts = [source[f"{prefix}self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        assert joined is not None and torch.equal(joined, torch.cat(parts))
+    gate_up = [source[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.gate_up_proj, torch.cat(gate_up))
+
+
 def test_the_default_model_loads_in_half_a_second(smollm2_dir: Path) -> None:
     (smollm2_dir / "model.safetensors").read_bytes()  # into the page cache
     config = load_config(smollm2_dir)
@@ -149,7 +172,7 @@ def test_the_default_model_loads_in_half_a_second(smollm2_dir: Path) -> None:
         load_model(
             smollm2_dir,
             config,
-            get_ops("reference"),
+            get_ops("native"),
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
             max_model_len=8192,
