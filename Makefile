@@ -28,10 +28,9 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 	extras = p["project"]["optional-dependencies"] | {"core": p["project"]["dependencies"], \
 	"build": [*p["build-system"]["requires"], "cmake>=3.28", "ninja"]}; \
 	print("\n".join(line for name in sys.argv[1:] for line in extras[name]))' $(1)
-# Quiet but for what is being downloaded or built; errors show.
 install = $(call requirements,$(1)) > $(VENV)/requirements.txt && \
 	echo "installing: $(1)" && \
-	$(PIP) install -q --progress-bar on -c constraints.txt -r $(VENV)/requirements.txt
+	$(PIP) install -c constraints.txt -r $(VENV)/requirements.txt
 
 .PHONY: help serve test test-cuda lint format bench build clean
 
@@ -49,13 +48,15 @@ test-cuda: ## the tests that need a GPU, with the python that has torch (PY=pyth
 	@$(PY) -m pytest -m cuda $(PYTEST_ARGS)
 
 lint: $(VENV)/.deps-lint ## ruff, ruff format, mypy --strict, clang-format: changes nothing
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	@failed=; run() { echo "$$1 $$2 $$3 $$4"; "$$@" || failed=yes; }; \
+	run $(PY) -m ruff check .; \
+	run $(PY) -m ruff format --check .; \
+	run $(PY) -m mypy; \
+	run $(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES); \
+	test -z "$$failed"
 
 format: $(VENV)/.deps-lint ## apply ruff's fixes, ruff format and clang-format
-	$(PY) -m ruff check --fix .
+	$(PY) -m ruff check --fix --exit-zero .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 

@@ -1,7 +1,7 @@
 // The border between Python and the kernels: the only file that knows pybind11.
 //
 // A tensor crosses it by the DLPack C exchange API of its framework: one C call fills a view
-// (pointer, shape, strides, dtype, device), with no attribute look-ups and no link to libtorch.
+// (pointer, shape, strides, dtype, device), without a link to libtorch.
 // Everything a kernel relies on is checked here, once, in the op's own words; then the op runs with
 // the GIL released, or, inside `with Graph():`, is recorded.
 
@@ -10,7 +10,6 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,8 +50,6 @@ struct pybind11::detail::type_caster<tinyvllm::TensorArg> {
 namespace tinyvllm {
 namespace {
 
-// ---- Tensors of the framework -----------------------------------------------------------------
-
 // Plain globals under the GIL: a function-local static would hold its guard while the import below
 // lets other threads run.
 const DLPackExchangeAPI* g_exchange = nullptr;
@@ -91,26 +88,41 @@ bool requires_grad(PyObject* tensor) {
 std::optional<DType> dtype_of(DLDataType type) {
   if (type.lanes != 1) return std::nullopt;
   switch (type.code * 256 + type.bits) {
-    case kDLBfloat * 256 + 16: return DType::kBFloat16;
-    case kDLFloat * 256 + 16: return DType::kFloat16;
-    case kDLFloat * 256 + 32: return DType::kFloat32;
-    case kDLInt * 256 + 32: return DType::kInt32;
-    case kDLInt * 256 + 64: return DType::kInt64;
-    case kDLUInt * 256 + 8: return DType::kUInt8;
-    case kDLBool * 256 + 8: return DType::kBool;
-    default: return std::nullopt;
+    case kDLBfloat * 256 + 16:
+      return DType::kBFloat16;
+    case kDLFloat * 256 + 16:
+      return DType::kFloat16;
+    case kDLFloat * 256 + 32:
+      return DType::kFloat32;
+    case kDLInt * 256 + 32:
+      return DType::kInt32;
+    case kDLInt * 256 + 64:
+      return DType::kInt64;
+    case kDLUInt * 256 + 8:
+      return DType::kUInt8;
+    case kDLBool * 256 + 8:
+      return DType::kBool;
+    default:
+      return std::nullopt;
   }
 }
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat16: return "float16";
-    case DType::kFloat32: return "float32";
-    case DType::kInt32: return "int32";
-    case DType::kInt64: return "int64";
-    case DType::kUInt8: return "uint8";
-    case DType::kBool: return "bool";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kBool:
+      return "bool";
   }
   return "unknown";
 }
@@ -131,16 +143,14 @@ std::string strides_text(const Tensor& t) {
   return text + ")";
 }
 
-// ---- Checks -----------------------------------------------------------------------------------
-
 // A dimension: a fixed size, or a letter that takes the size of its first occurrence.
 struct Dim {
   const char* name;  // null: fixed
   int64_t size;      // -1: not bound yet
   const char* bound_by = nullptr;
 
-  Dim(const char* letter) : name(letter), size(-1) {}        // NOLINT: implicit on purpose
-  Dim(int64_t fixed) : name(nullptr), size(fixed) {}         // NOLINT
+  Dim(const char* letter) : name(letter), size(-1) {}  // NOLINT: implicit on purpose
+  Dim(int64_t fixed) : name(nullptr), size(fixed) {}   // NOLINT
 };
 
 // The dimensions of one tensor. Cheap to make: it lives in registers for the length of a check.
@@ -155,8 +165,8 @@ struct Shape {
 
 // What a kernel asks of the strides.
 enum class Layout {
-  kRows,        // the last dimension is contiguous, the others are free
-  kTokens,      // every dimension but the first is contiguous: a slice of a wider [T, ...]
+  kRows,    // the last dimension is contiguous, the others are free
+  kTokens,  // every dimension but the first is contiguous: a slice of a wider [T, ...]
   kContiguous,
 };
 
@@ -236,8 +246,7 @@ class OpCall {
                std::to_string(source.dtype.bits) + " bits");
     }
     if (source.ndim > kMaxDims) {
-      fail(arg, "at most " + std::to_string(kMaxDims) + " dimensions",
-           std::to_string(source.ndim));
+      fail(arg, "at most " + std::to_string(kMaxDims) + " dimensions", std::to_string(source.ndim));
     }
     switch (source.device.device_type) {
       case kDLCPU:
@@ -300,8 +309,9 @@ class OpCall {
 
   void check_layout(const char* arg, const Tensor& t, Layout layout) const {
     if (t.numel() == 0) return;
-    const int first = layout == Layout::kContiguous ? 0 : layout == Layout::kTokens ? 1
-                                                                                   : t.ndim - 1;
+    const int first = layout == Layout::kContiguous ? 0
+                      : layout == Layout::kTokens   ? 1
+                                                    : t.ndim - 1;
     int64_t stride = 1;
     for (int i = t.ndim - 1; i >= first; --i) {
       if (t.shape[i] != 1 && t.strides[i] != stride) {
@@ -324,8 +334,6 @@ class OpCall {
   PyObject* objects_[kMaxTensors];
   int num_objects_ = 0;
 };
-
-// ---- Running and recording --------------------------------------------------------------------
 
 // Lets other Python threads run. The destructor may throw: while the interpreter ends, CPython
 // stops a daemon thread that asks for the GIL by unwinding it.
@@ -446,7 +454,7 @@ void OpCall::run(Cpu cpu, [[maybe_unused]] Cuda cuda) {
 #define TINYVLLM_CUDA_CALL(call) 0
 #endif
 
-// ---- The ops: shapes as in ops.h --------------------------------------------------------------
+// The ops. Shapes and their letters are those of ops.h.
 
 void embedding(TensorArg out, TensorArg input_ids, TensorArg weight) {
   OpCall op("embedding");
@@ -454,8 +462,7 @@ void embedding(TensorArg out, TensorArg input_ids, TensorArg weight) {
   const Tensor o = op.tensor("out", out, {kBf16}, {&T, &H}, Layout::kRows);
   const Tensor i = op.tensor("input_ids", input_ids, {kI32}, {&T}, Layout::kContiguous);
   const Tensor w = op.tensor("weight", weight, {kBf16}, {&V, &H}, Layout::kRows);
-  op.run([=] { cpu::embedding(o, i, w); },
-         TINYVLLM_CUDA_CALL(cuda::embedding(o, i, w, stream)));
+  op.run([=] { cpu::embedding(o, i, w); }, TINYVLLM_CUDA_CALL(cuda::embedding(o, i, w, stream)));
 }
 
 void rms_norm(TensorArg out, TensorArg x, TensorArg weight, float eps) {
@@ -512,12 +519,11 @@ void paged_attention(TensorArg out, TensorArg q, TensorArg k_cache, TensorArg v_
   const Tensor tq = op.tensor("q", q, {kBf16}, {&T, &heads, &D}, Layout::kTokens);
   const Tensor kc = op.tensor("k_cache", k_cache, {kBf16}, cache, Layout::kContiguous);
   const Tensor vc = op.tensor("v_cache", v_cache, {kBf16}, cache, Layout::kContiguous);
-  const Tensor bt = op.tensor("block_tables", block_tables, {kI32}, {&S, &max_blocks},
-                              Layout::kRows);
+  const Tensor bt =
+      op.tensor("block_tables", block_tables, {kI32}, {&S, &max_blocks}, Layout::kRows);
   bounds.size = S.size + 1;
   bounds.bound_by = "block_tables";
-  const Tensor cu = op.tensor("cu_seqlens_q", cu_seqlens_q, {kI32}, {&bounds},
-                              Layout::kContiguous);
+  const Tensor cu = op.tensor("cu_seqlens_q", cu_seqlens_q, {kI32}, {&bounds}, Layout::kContiguous);
   const Tensor sl = op.tensor("seq_lens", seq_lens, {kI32}, {&S}, Layout::kContiguous);
   if (kv_heads.size == 0 || heads.size % kv_heads.size != 0) {
     op.fail("q", "num_heads to be a multiple of num_kv_heads",
@@ -542,8 +548,8 @@ void pack_linear(TensorArg packed, TensorArg weight) {
   Dim N("N"), K("K");
   const Tensor w = op.tensor("weight", weight, {kBf16}, {&N, &K}, Layout::kRows);
   Dim panels((N.size + 15) / 16), pairs((K.size + 1) / 2), rows(16), two(2);
-  const Tensor p = op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two},
-                             Layout::kContiguous);
+  const Tensor p =
+      op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two}, Layout::kContiguous);
   op.run([=] { cpu::pack_linear(p, w); }, nullptr);
 }
 
@@ -553,8 +559,8 @@ void linear(TensorArg out, TensorArg x, TensorArg packed, std::optional<TensorAr
   const Tensor o = op.tensor("out", out, {kBf16, kF32}, {&T, &N}, Layout::kRows);
   const Tensor i = op.tensor("x", x, {kBf16}, {&T, &K}, Layout::kRows);
   Dim panels((N.size + 15) / 16), pairs((K.size + 1) / 2), rows(16), two(2);
-  const Tensor w = op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two},
-                             Layout::kContiguous);
+  const Tensor w =
+      op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two}, Layout::kContiguous);
   std::optional<Tensor> b;
   if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
   op.run([=] { cpu::linear(o, i, w, b ? &*b : nullptr); }, nullptr);
@@ -586,12 +592,10 @@ void sample(TensorArg token_ids, TensorArg logits, TensorArg temperature, Tensor
   op.run([=] { cpu::sample(t, l, temp, k, p, m, s, n); }, nullptr);
 }
 
-// ---- The machine ------------------------------------------------------------------------------
-
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (const cpu::Isa isa : {cpu::Isa::kPortable, cpu::Isa::kAvx2, cpu::Isa::kAvx512,
-                             cpu::Isa::kAvx512Bf16}) {
+  for (const cpu::Isa isa :
+       {cpu::Isa::kPortable, cpu::Isa::kAvx2, cpu::Isa::kAvx512, cpu::Isa::kAvx512Bf16}) {
     if (cpu::isa_available(isa)) names.push_back(cpu::isa_name(isa));
   }
   return names;

@@ -53,9 +53,9 @@ void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tens
 void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx);
 
 // Draws token_ids[r] from logits[r]. token_ids [R] i32; logits [R,V] f32 (not changed);
-// temperature, top_p, min_p [R] f32; top_k [R] i32 (<= 0: all); seeds [R] i64; step_idx [R] i32 (the
-// index of the output token: with the seed, the counter of Philox4x32-10). temperature 0 is argmax
-// (lowest id on ties). Order of filters: temperature, top_k, top_p, min_p, as in vLLM.
+// temperature, top_p, min_p [R] f32; top_k [R] i32 (<= 0: all); seeds [R] i64; step_idx [R] i32
+// (the index of the output token: with the seed, the counter of Philox4x32-10). temperature 0 is
+// argmax (lowest id on ties). Order of filters: temperature, top_k, top_p, min_p, as in vLLM.
 void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& temperature,
             const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
             const Tensor& step_idx);
@@ -63,8 +63,8 @@ void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& tempera
 }  // namespace tinyvllm::cpu
 
 // The twins on a GPU: the same arguments, the stream last. They return once launched. Ops without a
-// declaration here have no CUDA kernel yet. An index out of range, which the CPU ops report, gives a
-// row of NaN (embedding, gather_rows) or stores nothing (slot_mapping): never a wild access.
+// declaration here have no CUDA kernel yet. An index out of range, which the CPU ops report, gives
+// a row of NaN (embedding, gather_rows) or stores nothing (slot_mapping): never a wild access.
 struct CUstream_st;
 namespace tinyvllm::cuda {
 

@@ -95,10 +95,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        name: str | None = None,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of `messages`; `variables` are passed to the template as they are.
+        """The prompt text of `messages` by the template of that name (None: see the class).
+
+        `variables` are passed to it as they are.
 
         Raises `ChatTemplateError`: no such template, messages it cannot take (which, and why), a
         template that refuses them, is broken, or goes over the limits.
@@ -111,7 +113,7 @@ class ChatTemplate:
             "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        name = self._choose(name, has_tools=tools is not None)
+        name = self._choose(chat_template, has_tools=tools is not None)
         where = f"chat template {name!r} of {self._path}"
         try:
             template = self._compile(name)

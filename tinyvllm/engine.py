@@ -504,6 +504,7 @@ class Engine:
             state: StreamState = entry.seq.owner
             buffer = state.buffer
             state.completion_tokens += 1
+            state.time_last_token = now
             if state.time_first_token is None:
                 state.time_first_token = now
             buffer.append(item)

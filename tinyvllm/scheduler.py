@@ -127,7 +127,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues `seq`; cuts its `max_tokens` to what fits. Raises as `check_prompt_len`."""
-        assert seq.seq_id not in self._sequences, seq
+        assert seq.seq_id not in self._sequences and not seq.paused, seq
         self.check_prompt_len(seq.num_prompt_tokens)
         seq.max_len = min(seq.max_len, self.max_seq_len)
         seq.max_tokens = seq.max_len - seq.num_prompt_tokens
@@ -135,8 +135,6 @@ class Scheduler:
         self._num_arrivals += 1
         seq.order = (seq.priority, seq.arrival)
         self._sequences[seq.seq_id] = seq
-        if seq.paused:
-            self.num_paused += 1
         self._list(seq)
 
     def abort(self, seq_id: int) -> Sequence | None:
@@ -311,7 +309,7 @@ class Scheduler:
         num_blocks = manager.num_blocks_for(len(seq.token_ids) + 1)
         if needs_slot or not manager.can_allocate(num_blocks, hits):
             victims = self._displaceable(seq)
-            if not self._displace(victims, seq, num_blocks, hits, preempted, slot=True):
+            if not self._displace(victims, seq, num_blocks, hits, preempted):
                 return False
         self._unlist(seq)
         manager.allocate(seq, hits)
@@ -329,7 +327,7 @@ class Scheduler:
     def _append_by_force(self, seq: Sequence, preempted: list[Sequence]) -> None:
         """A block for a decode when none is free: somebody's, or `seq` goes itself."""
         victims = [s for s in self._running.values() if s.order > seq.order or s.paused]
-        if self._displace(victims, seq, 1, [], preempted, slot=False):
+        if self._displace(victims, seq, 1, [], preempted):
             appended = self.block_manager.append(seq)
             assert appended, seq
         else:
@@ -343,10 +341,9 @@ class Scheduler:
         num_blocks: int,
         hits: list[int],
         preempted: list[Sequence],
-        *,
-        slot: bool,
     ) -> bool:
-        """Preempts of `victims` until `seq` can have `num_blocks` (and a slot): all or nothing."""
+        """Preempts of `victims`, at least one (a slot comes with it), until `seq` can have
+        `num_blocks`: all or nothing."""
         manager = self.block_manager
         released = [victim.block_table for victim in victims]
         if not victims or not manager.can_allocate(num_blocks, hits, released):
@@ -361,7 +358,7 @@ class Scheduler:
         for victim in sorted(victims, key=cost):
             self._preempt(victim)
             preempted.append(victim)
-            if manager.can_allocate(num_blocks, hits) and (self._free_slots or not slot):
+            if manager.can_allocate(num_blocks, hits):
                 break
         return True
 

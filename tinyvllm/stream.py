@@ -92,9 +92,9 @@ class Timings:
     """Until its first prompt token was scheduled (tokenizing included)."""
     time_to_first_token: float | None
     total: float | None
-    """Until its last token, or its end."""
+    """Until its end."""
     time_per_output_token: float | None
-    """Mean gap between tokens after the first."""
+    """Mean gap between its tokens so far."""
 
 
 # --- Waking readers -----------------------------------------------------------------------------
@@ -279,6 +279,7 @@ class StreamState:
         "time_created",
         "time_ended",
         "time_first_token",
+        "time_last_token",
         "time_scheduled",
         "waiter",
     )
@@ -317,6 +318,7 @@ class StreamState:
         self.time_created = time.perf_counter()
         self.time_scheduled: float | None = None
         self.time_first_token: float | None = None
+        self.time_last_token: float | None = None
         self.time_ended: float | None = None
 
     def abort(self) -> None:
@@ -400,12 +402,13 @@ class TokenStream:
         """Seconds, by the engine's clock, so a slow reader does not change them."""
         state, start = self._state, self._state.time_created
         first, ended, gaps = state.time_first_token, state.time_ended, state.completion_tokens - 1
+        last = state.time_last_token
         return Timings(
             queued=None if state.time_scheduled is None else state.time_scheduled - start,
             time_to_first_token=None if first is None else first - start,
             total=None if ended is None else ended - start,
             time_per_output_token=(
-                None if first is None or ended is None or gaps < 1 else (ended - first) / gaps
+                None if first is None or last is None or gaps < 1 else (last - first) / gaps
             ),
         )
 

@@ -197,7 +197,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            name=chat_template,
+            chat_template=chat_template,
             **kwargs,
         )
 
@@ -221,19 +221,20 @@ class Tokenizer:
             )
         added = self._added.get(token_id)
         piece = self._backend.id_to_token(token_id) if added is None else added.content
-        if added is not None and added.normalized and self._backend.normalizer is not None:
-            piece = self._normalized_piece(token_id, added.content)
+        if added is not None and added.normalized and _decodes_normalized():
+            normalizer = self._backend.normalizer
+            piece = added.content if normalizer is None else normalizer.normalize_str(piece)
         # By text, as the library does it: a model piece may read like a special token.
         return None if skip_special_tokens and piece in self._special_texts else piece
 
-    def _normalized_piece(self, token_id: int, content: str) -> str:
-        """Some versions of tokenizers decode an added token from its normalized form: ask."""
-        normalized: str = self._backend.normalizer.normalize_str(content)
-        decoder = self._backend.decoder
-        alone = normalized if decoder is None else decoder.decode([normalized])
-        if alone == self._backend.decode([token_id], skip_special_tokens=False):
-            return normalized
-        return content
+
+@functools.cache
+def _decodes_normalized() -> bool:
+    """Does this version of tokenizers decode an added token from its normalized form?"""
+    probe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    probe.normalizer = tokenizers.normalizers.Lowercase()
+    probe.add_tokens([tokenizers.AddedToken("A", normalized=True)])
+    return bool(probe.decode([0]) == "a")
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

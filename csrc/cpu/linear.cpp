@@ -14,28 +14,27 @@
 // of 6 at 2 a cycle. Every output is one chain of additions, k ascending, whatever the tile: the
 // bits of a row depend neither on T nor on the threads.
 //
-// Work. An item is one panel times up to 128 tokens. A panel (2 * K * 32 bytes) stays in the
-// second-level cache while its token tiles pass over it, and the first tiles fetch the next panel
-// there, so with few tokens the weights stream at the speed of the memory, and with many the panel
-// costs nothing.
+// Work. Up to 8 tokens: ranges of blocks, each block one tile, so that a thread reads one stream of
+// weights and is bound by the memory. More: an item is one panel times up to 128 tokens. The panel
+// (2 * K * 32 bytes) stays in the second-level cache while its tiles pass over it, and the first
+// tiles fetch the next panel, so at 16 tokens the weights still stream, and at 1,000 they are free.
 #ifdef TINYVLLM_ISA
 #include "simd.h"
 
 namespace tinyvllm::cpu::TINYVLLM_ISA {
 
+// `zeros`, k of them, stand for the rows that the last block lacks.
 void pack_block(uint32_t* packed, const bf16_t* weight, int64_t row_stride, int64_t block,
-                int64_t n, int64_t k) {
+                int64_t n, int64_t k, const bf16_t* zeros) {
   const bf16_t* rows[kLineRows];
   for (int i = 0; i < kLineRows; ++i) {
     const int64_t row = block * kLineRows + i;
-    rows[i] = row < n ? weight + row * row_stride : nullptr;
+    rows[i] = row < n ? weight + row * row_stride : zeros;
   }
   uint32_t* lines = packed + block * ((k + 1) / 2) * kLineWords;
   pack_lines(lines, rows, k / 2);
   if (k % 2 != 0) {
-    for (int i = 0; i < kLineRows; ++i) {
-      lines[k / 2 * kLineWords + i] = rows[i] == nullptr ? 0 : rows[i][k - 1];
-    }
+    for (int i = 0; i < kLineRows; ++i) lines[k / 2 * kLineWords + i] = rows[i][k - 1];
   }
 }
 
@@ -117,8 +116,17 @@ constexpr TileFunction kTiles[kLinearTileTokens + 1] = {
     linear_tile<kBlocks, 8>,
 };
 
+// Blocks [begin, end) for so few tokens that one tile takes them all: one stream of lines, fetched
+// well ahead, across the borders of blocks.
+void linear_few_tokens(const LinearParams& p, int64_t begin, int64_t end) {
+  const int64_t block_words = (p.k + 1) / 2 * kLineWords;
+  for (int64_t block = begin; block < end; ++block) {
+    kTiles<1>[p.t](p, 0, block, p.packed + block * block_words + kAheadWords, 1);
+  }
+}
+
 // Items [begin, end) of the grid panels x token groups, the panel's groups one after the other.
-void linear_kernel(const LinearParams& p, int64_t begin, int64_t end) {
+void linear_many_tokens(const LinearParams& p, int64_t begin, int64_t end) {
   const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
   const int64_t groups = (p.t + kLinearGroupTokens - 1) / kLinearGroupTokens;
   const int64_t block_words = (p.k + 1) / 2 * kLineWords;
@@ -132,11 +140,9 @@ void linear_kernel(const LinearParams& p, int64_t begin, int64_t end) {
     const uint32_t* ahead = p.packed + next_block * block_words;
     int64_t ahead_blocks = has_next ? std::min<int64_t>(kLinearPanelBlocks, blocks - next_block) : 0;
     for (int64_t token = first; token < last; token += kLinearTileTokens) {
-      // A lone tile fetches the whole next panel; of several, each fetches a block until it is had.
-      const bool lone = last - first <= kLinearTileTokens;
-      const int64_t fetched = lone ? ahead_blocks : std::min<int64_t>(ahead_blocks, 1);
-      tiles[std::min<int64_t>(last - token, kLinearTileTokens)](p, token, block, ahead,
-                                                                static_cast<int>(fetched));
+      // The first tiles fetch a block of the next panel each.
+      const int fetched = ahead_blocks > 0 ? 1 : 0;
+      tiles[std::min<int64_t>(last - token, kLinearTileTokens)](p, token, block, ahead, fetched);
       ahead += fetched * block_words;
       ahead_blocks -= fetched;
     }
@@ -149,6 +155,7 @@ void linear_kernel(const LinearParams& p, int64_t begin, int64_t end) {
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "../ops.h"
 #include "isa.h"
@@ -161,6 +168,10 @@ namespace {
 constexpr int kLinearPanelBlocks = 2;
 constexpr int kLinearTileTokens = 8;
 constexpr int kLinearGroupTokens = 128;
+
+// How far ahead of its use a line is fetched when there is one tile: far enough for the memory, near
+// enough for the first-level cache.
+constexpr int64_t kAheadWords = 16 * 1024 / 4;
 
 // How much weight a thread takes at least: some microseconds of memory traffic, far above the cost
 // of claiming a range.
@@ -186,10 +197,12 @@ namespace tinyvllm::cpu {
 
 void pack_linear(const Tensor& packed, const Tensor& weight) {
   const int64_t n = weight.shape[0], k = weight.shape[1];
+  const std::vector<bf16_t> zeros(n % kLineRows == 0 ? 0 : k);
   const auto pack = TINYVLLM_DISPATCH(pack_block);
   parallel_for((n + kLineRows - 1) / kLineRows, 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      pack(packed.ptr<uint32_t>(), weight.ptr<bf16_t>(), weight.strides[0], block, n, k);
+      pack(packed.ptr<uint32_t>(), weight.ptr<bf16_t>(), weight.strides[0], block, n, k,
+           zeros.data());
     }
   });
 }
@@ -208,13 +221,18 @@ void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tens
       .out_is_float = out.dtype == DType::kFloat32,
   };
   if (p.t == 0 || p.n == 0) return;
-  const int64_t panels = (p.n + kLineRows * kLinearPanelBlocks - 1) / (kLineRows * kLinearPanelBlocks);
+  const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
+  const int64_t block_bytes = (p.k + 1) / 2 * kLineWords * 4;
+  const int64_t grain = std::max<int64_t>(1, kGrainBytes / block_bytes);
+  if (p.t <= kLinearTileTokens) {
+    const auto kernel = TINYVLLM_DISPATCH(linear_few_tokens);
+    parallel_for(blocks, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    return;
+  }
+  const int64_t panels = (blocks + kLinearPanelBlocks - 1) / kLinearPanelBlocks;
   const int64_t groups = (p.t + kLinearGroupTokens - 1) / kLinearGroupTokens;
-  const int64_t panel_bytes = (p.k + 1) / 2 * kLinearPanelBlocks * kLineWords * 4;
-  const int64_t grain = std::max<int64_t>(1, kGrainBytes / (panel_bytes * std::min<int64_t>(p.t, 8)));
-  const auto kernel = TINYVLLM_DISPATCH(linear_kernel);
-  parallel_for(panels * groups, grain,
-               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+  const auto kernel = TINYVLLM_DISPATCH(linear_many_tokens);
+  parallel_for(panels * groups, 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 }  // namespace tinyvllm::cpu

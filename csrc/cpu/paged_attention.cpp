@@ -42,114 +42,177 @@ struct Workspace {
   float* lane_sums;  // [rows, 16]
 };
 
+// Calls f(i, row of K, row of V) for the keys base + i in [lo, hi).
+template <typename F>
+TINYVLLM_INLINE void for_each_key(const AttentionParams& a, const AttentionItem& item, int64_t base,
+                                  int64_t lo, int64_t hi, F f) {
+  const int32_t* table = a.block_tables + item.seq * a.table_stride + lo / a.block_size;
+  int64_t offset = lo % a.block_size;
+  for (int64_t key = lo; key < hi; ++table, offset = 0) {
+    const int64_t block = *table;
+    const bf16_t* k = a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] +
+                      item.kv_head * a.k_strides[2];
+    const bf16_t* v = a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] +
+                      item.kv_head * a.v_strides[2];
+    const int64_t past = std::min(hi, key + a.block_size - offset);
+    for (; key < past; ++key, k += a.k_strides[1], v += a.v_strides[1]) f(key - base, k, v);
+  }
+}
+
+// Asks for a tile that will be packed next. A row is short and the next one is elsewhere, so the
+// processor does not see the stream by itself.
+void prefetch_tile(const AttentionParams& a, const AttentionItem& item, int64_t lo, int64_t hi) {
+  for_each_key(a, item, lo, lo, hi, [&](int64_t, const bf16_t* k, const bf16_t* v) {
+    for (int64_t d = 0; d < a.head_dim; d += 32) {
+      prefetch_l2(k + d);
+      prefetch_l2(v + d);
+    }
+  });
+}
+
 // The keys [lo, hi) of the tile that starts at `base`; the rest become zeros and are not read.
 void pack_tile(const AttentionParams& a, const AttentionItem& item, int64_t base, int64_t lo,
                int64_t hi, int64_t key_blocks, const Workspace& w) {
+  alignas(64) static constexpr bf16_t kZeros[kMaxHeadDim] = {};
   const bf16_t* k_rows[kTileKeys];
   const bf16_t* v_rows[kTileKeys];
-  const int32_t* table = a.block_tables + item.seq * a.table_stride;
-  for (int64_t i = 0; i < key_blocks * kLineRows; ++i) {
-    const int64_t key = base + i;
-    if (key < lo || key >= hi) {
-      k_rows[i] = v_rows[i] = nullptr;
-      continue;
-    }
-    const int64_t block = table[key / a.block_size], offset = key % a.block_size;
-    k_rows[i] = a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] +
-                item.kv_head * a.k_strides[2];
-    v_rows[i] = a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] +
-                item.kv_head * a.v_strides[2];
-  }
+  for (int64_t i = 0; i < key_blocks * kLineRows; ++i) k_rows[i] = v_rows[i] = kZeros;
+  for_each_key(a, item, base, lo, hi, [&](int64_t i, const bf16_t* k, const bf16_t* v) {
+    k_rows[i] = k;
+    v_rows[i] = v;
+  });
+  const int64_t head_dim = a.head_dim;
   for (int64_t b = 0; b < key_blocks; ++b) {
-    pack_lines(w.k + b * (a.head_dim / 2) * kLineWords, k_rows + b * kLineRows, a.head_dim / 2);
+    pack_lines(w.k + b * (head_dim / 2) * kLineWords, k_rows + b * kLineRows, head_dim / 2);
   }
-  static constexpr bf16_t kZeros[kMaxHeadDim] = {};
   for (int64_t pair = 0; pair < key_blocks * kLineRows / 2; ++pair) {
-    const bf16_t* even = v_rows[2 * pair] == nullptr ? kZeros : v_rows[2 * pair];
-    const bf16_t* odd = v_rows[2 * pair + 1] == nullptr ? kZeros : v_rows[2 * pair + 1];
-    for (int64_t d = 0; d < a.head_dim; d += kLineRows) {
-      interleave16(w.v + (d * (kTileKeys / 2) + pair * kLineRows), even + d, odd + d);
+    const bf16_t* even = v_rows[2 * pair];
+    const bf16_t* odd = v_rows[2 * pair + 1];
+    uint32_t* lines = w.v + pair * kLineWords;
+    for (int64_t d = 0; d < head_dim; d += kLineRows) {
+      interleave16(lines + d * (kTileKeys / 2), even + d, odd + d);
     }
   }
 }
 
-// One step of the online softmax for one row: scores -> p, and the factor by which what was summed
-// before shrinks.
-TINYVLLM_INLINE F16 softmax_step(const AttentionParams& a, const Workspace& w, int64_t r,
-                                 int64_t base, int64_t position, int64_t key_blocks, float* max_of_row,
-                                 float* lane_sums) {
+// scores[r][16 * b + i] = q[r] . K[16 * b + i] for kBlocks blocks of 16 keys from block b.
+template <int kBlocks, int kRows>
+TINYVLLM_INLINE void score_blocks(const AttentionParams& a, const Workspace& w, int64_t row,
+                                  int64_t b) {
+  const int64_t k_words = a.head_dim / 2 * kLineWords;
+  F16 acc[kRows][kBlocks];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; ++i) acc[r][i] = zero16();
+  }
+  dot_tile<kBlocks, kRows>(acc, w.k + b * k_words, k_words, w.q + row * a.head_dim, a.head_dim,
+                           a.head_dim / 2);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; ++i) {
+      store16(w.scores + r * kTileKeys + (b + i) * kLineRows, acc[r][i]);
+    }
+  }
+}
+
+// out[r] = out[r] * shrink[r] + p[r] x V for kBlocks blocks of 16 dims from d.
+template <int kBlocks, int kRows>
+TINYVLLM_INLINE void add_values(const AttentionParams& a, const Workspace& w, float* out,
+                                const float* shrink, int64_t d, int64_t pairs) {
+  const int64_t v_words = kTileKeys / 2 * kLineWords;
+  F16 acc[kRows][kBlocks];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; ++i) {
+      acc[r][i] = mul(load16(out + r * a.head_dim + d + i * kLineRows), set16(shrink[r]));
+    }
+  }
+  dot_tile<kBlocks, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlocks; ++i) {
+      store16(out + r * a.head_dim + d + i * kLineRows, acc[r][i]);
+    }
+  }
+}
+
+// The online softmax of one row and tile: scores become p, *max_of_row is raised if need be. Returns
+// the sum of p in 16 lanes.
+template <int kKeyBlocks>
+TINYVLLM_INLINE F16 softmax_row(const AttentionParams& a, const Workspace& w, int64_t r,
+                                int64_t base, int64_t position, float* max_of_row) {
   constexpr float kHidden = -std::numeric_limits<float>::infinity();
-  const int64_t first_key = a.window > 0 ? position - a.window + 1 : 0;
-  F16 s[kTileKeys / kLineRows];
-  F16 largest = set16(*max_of_row);
-  for (int64_t b = 0; b < key_blocks; ++b) {
+  F16 s[kKeyBlocks];
+#pragma GCC unroll 4
+  for (int b = 0; b < kKeyBlocks; ++b) {
     s[b] = mul(load16(w.scores + r * kTileKeys + b * kLineRows), set16(a.scale_log2));
-    const int64_t first = base + b * kLineRows;
-    if (first < first_key || first + kLineRows - 1 > position) {
+  }
+  const int64_t first_key = a.window > 0 ? position - a.window + 1 : 0;
+  if (base < first_key || base + kKeyBlocks * kLineRows - 1 > position) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kKeyBlocks; ++b) {
+      const int64_t first = base + b * kLineRows;
       s[b] = keep_lanes(s[b], first_key - first, position + 1 - first, kHidden);
     }
-    largest = max(largest, s[b]);
   }
-  const float m = reduce_max(largest);
-  const F16 shrink = exp2_nonpositive(set16(*max_of_row - m));
+  F16 largest = max(s[0], s[1]);
+  if constexpr (kKeyBlocks == 4) largest = max(largest, max(s[2], s[3]));
+  const float m = std::max(reduce_max(largest), *max_of_row);
   *max_of_row = m;
-  F16 sum = zero16();
-  for (int64_t b = 0; b < key_blocks; ++b) {
-    const F16 p = round16_bf16(exp2_nonpositive(sub(s[b], set16(m))));
-    store16_exact_bf16(w.p + r * kTileKeys + b * kLineRows, p);
-    sum = add(sum, p);
+#pragma GCC unroll 4
+  for (int b = 0; b < kKeyBlocks; ++b) {
+    s[b] = round_and_store16_bf16(w.p + r * kTileKeys + b * kLineRows,
+                                  exp2_nonpositive(sub(s[b], set16(m))));
   }
-  store16(lane_sums, fma(load16(lane_sums), shrink, sum));
-  return shrink;
+  F16 sum = add(s[0], s[1]);
+  if constexpr (kKeyBlocks == 4) sum = add(sum, add(s[2], s[3]));
+  return sum;
 }
 
-// kRows rows from `row` against the packed tile.
+// kRows rows from `row` against the packed tile, of which the first kKeyBlocks blocks are in use.
+template <int kRows, int kKeyBlocks>
+TINYVLLM_INLINE void attend_tile(const AttentionParams& a, const AttentionItem& item,
+                                 const Workspace& w, const RowState& state, int64_t row,
+                                 int64_t base) {
+  // With few rows, more blocks at a time keep enough independent chains going.
+  constexpr int kBlocks = kRows <= 4 ? 4 : 2;
+  constexpr int kScoreBlocks = std::min(kBlocks, kKeyBlocks);
+  for (int64_t b = 0; b < kKeyBlocks; b += kScoreBlocks) {
+    score_blocks<kScoreBlocks, kRows>(a, w, row, b);
+  }
+  alignas(64) float shrink[kLineRows] = {};
+  F16 sums[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t position = item.position + (row + r) / a.group;
+    const float before = state.max[row + r];
+    sums[r] = softmax_row<kKeyBlocks>(a, w, r, base, position, state.max + row + r);
+    shrink[r] = before - state.max[row + r];
+  }
+  store16(shrink, exp2_nonpositive(load16(shrink)));
+  for (int r = 0; r < kRows; ++r) {
+    float* lane_sums = w.lane_sums + (row + r) * kLineRows;
+    store16(lane_sums, fma(load16(lane_sums), set16(shrink[r]), sums[r]));
+  }
+  float* out = state.acc + row * a.head_dim;
+  constexpr int64_t kPairs = kKeyBlocks * kLineRows / 2;
+  int64_t d = 0;
+  for (; d + kBlocks * kLineRows <= a.head_dim; d += kBlocks * kLineRows) {
+    add_values<kBlocks, kRows>(a, w, out, shrink, d, kPairs);
+  }
+  for (; d < a.head_dim; d += kLineRows) add_values<1, kRows>(a, w, out, shrink, d, kPairs);
+}
+
 template <int kRows>
 void attend_rows(const AttentionParams& a, const AttentionItem& item, const Workspace& w,
                  const RowState& state, int64_t row, int64_t base, int64_t key_blocks) {
-  const int64_t k_words = a.head_dim / 2 * kLineWords, v_words = kTileKeys / 2 * kLineWords;
-  for (int64_t b = 0; b < key_blocks; b += 2) {
-    F16 acc[kRows][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = zero16();
-    dot_tile<2, kRows>(acc, w.k + b * k_words, k_words, w.q + row * a.head_dim, a.head_dim,
-                       a.head_dim / 2);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      store16(w.scores + r * kTileKeys + b * kLineRows, acc[r][0]);
-      store16(w.scores + r * kTileKeys + (b + 1) * kLineRows, acc[r][1]);
-    }
-  }
-  F16 shrink[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t position = item.position + (row + r) / a.group;
-    shrink[r] = softmax_step(a, w, r, base, position, key_blocks, state.max + row + r,
-                             w.lane_sums + (row + r) * kLineRows);
-  }
-  const int64_t pairs = key_blocks * kLineRows / 2;
-  float* out = state.acc + row * a.head_dim;
-  int64_t d = 0;
-  for (; d + 2 * kLineRows <= a.head_dim; d += 2 * kLineRows) {
-    F16 acc[kRows][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      acc[r][0] = mul(load16(out + r * a.head_dim + d), shrink[r]);
-      acc[r][1] = mul(load16(out + r * a.head_dim + d + kLineRows), shrink[r]);
-    }
-    dot_tile<2, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      store16(out + r * a.head_dim + d, acc[r][0]);
-      store16(out + r * a.head_dim + d + kLineRows, acc[r][1]);
-    }
-  }
-  if (d < a.head_dim) {
-    F16 acc[kRows][1];
-    for (int r = 0; r < kRows; ++r) {
-      acc[r][0] = mul(load16(out + r * a.head_dim + d), shrink[r]);
-    }
-    dot_tile<1, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
-    for (int r = 0; r < kRows; ++r) store16(out + r * a.head_dim + d, acc[r][0]);
+  if (key_blocks == 2) {
+    attend_tile<kRows, 2>(a, item, w, state, row, base);
+  } else {
+    attend_tile<kRows, 4>(a, item, w, state, row, base);
   }
 }
 
@@ -175,8 +238,8 @@ void attend_split(const AttentionParams& a, const AttentionItem& item, int64_t s
        base += kTileKeys) {
     const int64_t lo = std::max(base, first_key), hi = std::min(base + kTileKeys, past);
     if (lo >= hi) continue;
-    const int64_t key_blocks = hi - base > kTileKeys / 2 ? kTileKeys / kLineRows
-                                                         : kTileKeys / kLineRows / 2;
+    const int64_t key_blocks = hi - base > kTileKeys / 2 ? 4 : 2;
+    prefetch_tile(a, item, base + kTileKeys, std::min(base + 2 * kTileKeys, past));
     pack_tile(a, item, base, lo, hi, key_blocks, w);
     // The tokens that see a key of this tile: they come after its first key, and the window of the
     // last of them still reaches its last.

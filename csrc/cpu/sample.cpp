@@ -14,14 +14,15 @@
 // only where u lands within about 1e-7 of a border. A temperature below 1e-5 is argmax, as in vLLM;
 // so is a row with no finite maximum. A NaN logit is never drawn.
 //
-// Work. One row a thread; nothing is sorted. Each pass reads the row once, 16 logits a step:
+// Work. One row a thread; nothing is sorted. The filters only look for the cut, the last token that
+// is kept; then one pass draws. Each pass takes 16 logits a step:
 //
-//   greedy            maximum; first id that equals it
-//   temperature       maximum; weights summed in chunks of 512; the one chunk again, term by term
-//   top_k             maxima of at least 4 * top_k groups, of which the top_k-th is a lower bound for
-//                     the top_k-th logit; the few logits above it; nth_element among those
-//   top_p alone       the same sums; tokens below (1 - top_p) / V of the total cannot be needed, the
-//                     rest is a quickselect by weight
+//   greedy   maximum; first id that equals it
+//   draw     weights summed in chunks of 512; the one chunk in question again, term by term
+//   top_k    maxima of at least 4 * top_k groups: the top_k-th of them bounds the top_k-th logit from
+//            below; the few logits above the bound; nth_element among those
+//   top_p    after top_k: a quickselect by weight among the top_k. Alone: bisection for a narrow band
+//            of weights that the cut lies in (a pass for each step), then the same among the band
 #ifdef TINYVLLM_ISA
 #include "simd.h"
 
@@ -73,20 +74,26 @@ void group_maxima(float* maxima, const float* x, int64_t n, int64_t length) {
   }
 }
 
-TINYVLLM_INLINE F16 weigh(const Weighing& w, F16 logits) {
-  const F16 weights = exp2_nonpositive(mul(sub(logits, set16(w.largest)), set16(w.scale_log2)));
-  return keep_greater_equal(weights, set16(w.min_weight));
+// The weights of logits [i, i + 16), 0 for those that are not kept.
+TINYVLLM_INLINE F16 weigh(const Weighing& w, F16 logits, int64_t i) {
+  F16 weights = exp2_nonpositive(mul(sub(logits, set16(w.largest)), set16(w.scale_log2)));
+  weights = keep_greater_equal(weights, weights, set16(w.min_weight));
+  weights = keep_greater_equal(weights, logits, set16(w.cut_logit));
+  // Among equals of the cut, ids up to its own; only blocks that reach beyond it need a look.
+  if (i + kLineRows - 1 <= w.cut_id) return weights;
+  const F16 up_to_cut = keep_lanes(weights, 0, w.cut_id + 1 - i, 0.0f);
+  return choose_greater(weights, up_to_cut, logits, set16(w.cut_logit));
 }
 
-void weigh_logits(float* weights, const float* x, int64_t n, const Weighing& w) {
-  for (int64_t i = 0; i < n; i += kLineRows) {
-    const F16 weight = weigh(w, load_logits(x, i, n));
-    if (i + kLineRows <= n) {
-      store16(weights + i, weight);
+void weigh_logits(float* weights, const float* x, int64_t begin, int64_t end, const Weighing& w) {
+  for (int64_t i = begin; i < end; i += kLineRows) {
+    const F16 weight = weigh(w, load_logits(x, i, end), i);
+    if (i + kLineRows <= end) {
+      store16(weights + i - begin, weight);
     } else {
       float tail[kLineRows];
       store16(tail, weight);
-      for (int64_t j = i; j < n; ++j) weights[j] = tail[j - i];
+      for (int64_t j = i; j < end; ++j) weights[j - begin] = tail[j - i];
     }
   }
 }
@@ -96,10 +103,27 @@ void sum_chunks(double* sums, const float* x, int64_t n, const Weighing& w) {
   for (int64_t i = 0; i < n; ++sums) {
     D16 sum = zero16d();
     for (const int64_t end = i + kChunk; i < end && i < n; i += kLineRows) {
-      sum = add(sum, weigh(w, load_logits(x, i, n)));
+      sum = add(sum, weigh(w, load_logits(x, i, n), i));
     }
     *sums = reduce_add(sum);
   }
+}
+
+// The sum and number of the weights >= least.
+Mass mass_from(const float* weights, int64_t n, float least) {
+  const F16 bound = set16(least);
+  D16 sums[2] = {zero16d(), zero16d()};
+  int64_t count = 0, i = 0;
+  const auto take = [&](F16 weight, D16& sum) __attribute__((always_inline)) {
+    sum = add(sum, keep_greater_equal(weight, weight, bound));
+    count += __builtin_popcount(greater_equal_bits(weight, bound));
+  };
+  for (; i + 2 * kLineRows <= n; i += 2 * kLineRows) {
+    take(load16(weights + i), sums[0]);
+    take(load16(weights + i + kLineRows), sums[1]);
+  }
+  for (; i < n; i += kLineRows) take(load_logits(weights, i, n), sums[0]);
+  return {reduce_add(sums[0]) + reduce_add(sums[1]), count};
 }
 
 }  // namespace tinyvllm::cpu::TINYVLLM_ISA
@@ -123,9 +147,17 @@ namespace {
 constexpr int64_t kChunk = 512;
 constexpr float kGreedyBelow = 1e-5f;
 
-// What turns a logit into a weight: exp2((logit - largest) * scale_log2), 0 below min_weight.
+// What turns a logit into a weight: exp2((logit - largest) * scale_log2); 0 below min_weight and
+// after the cut, the last token kept in the order by logit and id.
 struct Weighing {
   float largest, scale_log2, min_weight;
+  float cut_logit;
+  int64_t cut_id;
+};
+
+struct Mass {
+  double sum;
+  int64_t count;
 };
 
 }  // namespace
@@ -221,12 +253,6 @@ Candidate last_within_mass(Candidate* first, Candidate* past, double mass) {
   return *(past - 1);
 }
 
-double sum_of_weights(const Candidate* candidates, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += candidates[i].weight;
-  return sum;
-}
-
 // ---- One row ------------------------------------------------------------------------------------
 
 struct RowParams {
@@ -239,40 +265,34 @@ class RowSampler {
  public:
   RowSampler(const float* logits, int64_t n, const RowParams& params, Scratch& scratch)
       : logits_(logits), n_(n), p_(params) {
-    // Room for whatever the filters need in the worst case, which is a copy of the row or two.
-    char* memory = static_cast<char*>(scratch.get(workspace_bytes(n)));
+    char* memory = static_cast<char*>(
+        scratch.get((n / kChunk + 1) * sizeof(double) + n * (sizeof(Candidate) + sizeof(int32_t)) +
+                    (n + 2 * kLineRows) * sizeof(float)));
     sums_ = reinterpret_cast<double*>(memory);
-    memory += (n / kChunk + 1) * sizeof(double);
-    kept_ = reinterpret_cast<Candidate*>(memory);
-    memory += n * sizeof(Candidate);
-    reordered_ = reinterpret_cast<Candidate*>(memory);
-    memory += n * sizeof(Candidate);
-    ids_ = reinterpret_cast<int32_t*>(memory);
-    memory += n * sizeof(int32_t);
-    values_ = reinterpret_cast<float*>(memory);
+    candidates_ = reinterpret_cast<Candidate*>(sums_ + n / kChunk + 1);
+    ids_ = reinterpret_cast<int32_t*>(candidates_ + n);
+    values_ = reinterpret_cast<float*>(ids_ + n);
   }
 
   int32_t draw() {
     const float largest = TINYVLLM_DISPATCH(largest_logit)(logits_, n_);
     // NaN fails every comparison, so a NaN temperature or top_p is greedy.
-    const bool all = p_.top_k <= 0 || p_.top_k >= n_;
     if (!(p_.temperature >= kGreedyBelow) || !std::isfinite(largest) || !(p_.top_p > 0) ||
         p_.top_k == 1) {
       return first_id(largest);
     }
-    weighing_ = {largest, 1.44269504f / p_.temperature, std::max(p_.min_p, 0.0f)};
-    if (all && p_.top_p >= 1) return draw_from_all();
-    if (all) {
-      collect_for_top_p();
-    } else {
-      collect_top_k();
+    weighing_ = {.largest = largest,
+                 .scale_log2 = 1.44269504f / p_.temperature,
+                 .min_weight = 0,
+                 .cut_logit = -std::numeric_limits<float>::infinity(),
+                 .cut_id = n_};
+    if (p_.top_k > 0 && p_.top_k < n_) {
+      cut_to_top_k();
+    } else if (p_.top_p < 1) {
+      cut_to_top_p();
     }
-    return draw_from_candidates();
-  }
-
-  static size_t workspace_bytes(int64_t n) {
-    return (n / kChunk + 1) * sizeof(double) +
-           n * (2 * sizeof(Candidate) + sizeof(int32_t)) + (n + 2 * kLineRows) * sizeof(float);
+    weighing_.min_weight = std::max(p_.min_p, 0.0f);
+    return draw_from_kept();
   }
 
  private:
@@ -282,107 +302,90 @@ class RowSampler {
     return id;
   }
 
-  double sum_all(const Weighing& weighing) {
-    TINYVLLM_DISPATCH(sum_chunks)(sums_, logits_, n_, weighing);
+  int32_t draw_from_kept() {
+    TINYVLLM_DISPATCH(sum_chunks)(sums_, logits_, n_, weighing_);
+    const int64_t last = (n_ - 1) / kChunk;
     double total = 0;
-    for (int64_t i = 0; i < n_; i += kChunk) total += sums_[i / kChunk];
-    return total;
-  }
-
-  int32_t draw_from_all() {
-    const double target = p_.u * sum_all(weighing_);
+    for (int64_t chunk = 0; chunk <= last; ++chunk) total += sums_[chunk];
+    const double target = p_.u * total;
     double before = 0;
     int64_t chunk = 0;
-    const int64_t last = (n_ - 1) / kChunk;
     while (chunk < last && before + sums_[chunk] <= target) before += sums_[chunk++];
-    const int64_t begin = chunk * kChunk, count = std::min(kChunk, n_ - begin);
+    const int64_t begin = chunk * kChunk, end = std::min(begin + kChunk, n_);
     float weights[kChunk];
-    TINYVLLM_DISPATCH(weigh_logits)(weights, logits_ + begin, count, weighing_);
-    int64_t id = -1;
-    for (int64_t i = 0; i < count; ++i) {
-      if (weights[i] > 0) id = begin + i;
-      before += weights[i];
+    TINYVLLM_DISPATCH(weigh_logits)(weights, logits_, begin, end, weighing_);
+    int64_t drawn = -1;
+    for (int64_t id = begin; id < end; ++id) {
+      if (weights[id - begin] > 0) drawn = id;
+      before += weights[id - begin];
       if (before > target) break;
     }
-    // The sums of a chunk and of its terms may differ in the last bit: then the last term it is.
-    return id >= 0 ? static_cast<int32_t>(id) : first_id(weighing_.largest);
+    // The sum of a chunk and that of its terms may differ in the last bit: then its last term it is.
+    return drawn >= 0 ? static_cast<int32_t>(drawn) : first_id(weighing_.largest);
   }
 
-  // Every token that top_p of all tokens could need, with its weight, in order of id.
-  void collect_for_top_p() {
-    const Weighing unfiltered{weighing_.largest, weighing_.scale_log2, 0};
-    total_ = sum_all(unfiltered);
-    const double least = 0.99 * (1 - static_cast<double>(p_.top_p)) * total_ / n_;
-    const double threshold = weighing_.largest + std::log(least) * p_.temperature;
-    // Rounded down, and below the largest logit even when top_p is tiny.
-    collect_from(std::min(std::nextafterf(static_cast<float>(threshold),
-                                          -std::numeric_limits<float>::infinity()),
-                          weighing_.largest));
-    top_p_ = p_.top_p;
+  void cut_at(const Candidate& last) {
+    weighing_.cut_logit = last.logit;
+    weighing_.cut_id = last.id;
   }
 
-  void collect_top_k() {
-    collect_from(lower_bound_of_kth(logits_, n_, p_.top_k, values_));
-    if (num_kept_ > p_.top_k) {
-      std::copy_n(kept_, num_kept_, reordered_);
-      std::nth_element(reordered_, reordered_ + (p_.top_k - 1), reordered_ + num_kept_,
-                       comes_first);
-      keep_to(reordered_[p_.top_k - 1]);
-    }
+  void cut_to_top_k() {
+    const float bound = lower_bound_of_kth(logits_, n_, p_.top_k, values_);
+    const int64_t count = TINYVLLM_DISPATCH(ids_from)(ids_, logits_, n_, bound, n_);
+    const int64_t k = std::min(p_.top_k, count);
+    for (int64_t i = 0; i < count; ++i) candidates_[i] = {logits_[ids_[i]], 0, ids_[i]};
+    std::nth_element(candidates_, candidates_ + (k - 1), candidates_ + count, comes_first);
+    Candidate last = candidates_[k - 1];
     if (p_.top_p < 1) {
-      top_p_ = p_.top_p;
-      total_ = sum_of_weights(kept_, num_kept_);
+      for (int64_t i = 0; i < k; ++i) values_[i] = candidates_[i].logit;
+      TINYVLLM_DISPATCH(weigh_logits)(values_, values_, 0, k, weighing_);
+      double total = 0;
+      for (int64_t i = 0; i < k; ++i) total += candidates_[i].weight = values_[i];
+      last = last_within_mass(candidates_, candidates_ + k, p_.top_p * total);
     }
+    cut_at(last);
   }
 
-  void collect_from(float threshold) {
-    num_kept_ = TINYVLLM_DISPATCH(ids_from)(ids_, logits_, n_, threshold, n_);
-    for (int64_t i = 0; i < num_kept_; ++i) values_[i] = logits_[ids_[i]];
-    const Weighing unfiltered{weighing_.largest, weighing_.scale_log2, 0};
-    float* weights = reinterpret_cast<float*>(reordered_);
-    TINYVLLM_DISPATCH(weigh_logits)(weights, values_, num_kept_, unfiltered);
-    for (int64_t i = 0; i < num_kept_; ++i) kept_[i] = {values_[i], weights[i], ids_[i]};
-  }
-
-  // Drops the candidates that come after `last`; the others stay in order of id.
-  void keep_to(const Candidate& last) {
-    const Candidate* end = std::remove_if(
-        kept_, kept_ + num_kept_, [&](const Candidate& c) { return comes_first(last, c); });
-    num_kept_ = end - kept_;
-  }
-
-  int32_t draw_from_candidates() {
-    if (top_p_ < 1) {
-      std::copy_n(kept_, num_kept_, reordered_);
-      keep_to(last_within_mass(reordered_, reordered_ + num_kept_, top_p_ * total_));
+  // `low` is a weight that the kept ones reach, `high` one that they do not all reach: the tokens
+  // from `high` on weigh less than is wanted, those from `low` on at least as much.
+  void cut_to_top_p() {
+    constexpr int64_t kFew = 256;
+    const auto mass_from = TINYVLLM_DISPATCH(mass_from);
+    TINYVLLM_DISPATCH(weigh_logits)(values_, logits_, 0, n_, weighing_);
+    const double total = mass_from(values_, n_, 0).sum, wanted = p_.top_p * total;
+    // All tokens below this weigh less than 1 - top_p together.
+    float low = static_cast<float>(std::min(0.99 * (total - wanted) / static_cast<double>(n_), 1.0));
+    float high = 2;
+    Mass from_low = mass_from(values_, n_, low), from_high = {0, 0};
+    while (from_low.count - from_high.count > kFew) {
+      const float middle = std::sqrt(low) * std::sqrt(high);
+      if (!(middle > low && middle < high)) break;
+      const Mass mass = mass_from(values_, n_, middle);
+      if (mass.sum >= wanted) {
+        low = middle;
+        from_low = mass;
+      } else {
+        high = middle;
+        from_high = mass;
+      }
     }
-    double total = 0;
-    for (int64_t i = 0; i < num_kept_; ++i) {
-      if (kept_[i].weight < weighing_.min_weight) kept_[i].weight = 0;
-      total += kept_[i].weight;
+    const int64_t count = TINYVLLM_DISPATCH(ids_from)(ids_, values_, n_, low, n_);
+    int64_t in_band = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t id = ids_[i];
+      if (values_[id] < high) candidates_[in_band++] = {logits_[id], values_[id], id};
     }
-    const double target = p_.u * total;
-    int32_t id = first_id(weighing_.largest);
-    double sum = 0;
-    for (int64_t i = 0; i < num_kept_; ++i) {
-      if (kept_[i].weight > 0) id = kept_[i].id;
-      sum += kept_[i].weight;
-      if (sum > target) break;
-    }
-    return id;
+    cut_at(last_within_mass(candidates_, candidates_ + in_band, wanted - from_high.sum));
   }
 
   const float* logits_;
   int64_t n_;
   RowParams p_;
   Weighing weighing_{};
-  double top_p_ = 1, total_ = 0;
-  double* sums_;          // [ceil(n / kChunk)]
-  Candidate* kept_;       // [num_kept_] of n, in order of id
-  Candidate* reordered_;  // [n]
-  int32_t* ids_;          // [n]
-  float* values_;         // [n + 32]
-  int64_t num_kept_ = 0;
+  double* sums_;           // [n / kChunk + 1]
+  Candidate* candidates_;  // [n]
+  int32_t* ids_;           // [n]
+  float* values_;          // [n + 2 * kLineRows]
 };
 
 thread_local Scratch t_scratch;

@@ -97,6 +97,24 @@ TINYVLLM_INLINE FloatV max(FloatV a, FloatV b) {
 #endif
 }
 
+// bf16 to words and back. GCC 12 would cut the generic conversions of 512 bits into halves.
+TINYVLLM_INLINE WordV widen(HalfV half) {
+#if defined(TINYVLLM_ISA_AVX512)
+  return reinterpret_cast<WordV>(
+      _mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(half)));
+#else
+  return __builtin_convertvector(half, WordV);
+#endif
+}
+TINYVLLM_INLINE HalfV narrow(WordV words) {
+#if defined(TINYVLLM_ISA_AVX512)
+  return reinterpret_cast<HalfV>(
+      _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(words)));
+#else
+  return __builtin_convertvector(words, HalfV);
+#endif
+}
+
 struct F16 {
   FloatV v[kParts];
 };
@@ -194,9 +212,15 @@ TINYVLLM_INLINE uint32_t greater_equal_bits(F16 a, F16 b) {
 #endif
 }
 
-// a where a >= b, else (and where a is NaN) 0.
-TINYVLLM_INLINE F16 keep_greater_equal(F16 a, F16 b) {
-  TINYVLLM_EACH_PART(i) a.v[i] = a.v[i] >= b.v[i] ? a.v[i] : FloatV{};
+// a where x >= bound, else (and where either is NaN) 0.
+TINYVLLM_INLINE F16 keep_greater_equal(F16 a, F16 x, F16 bound) {
+  TINYVLLM_EACH_PART(i) a.v[i] = x.v[i] >= bound.v[i] ? a.v[i] : FloatV{};
+  return a;
+}
+
+// a where x > bound, b elsewhere.
+TINYVLLM_INLINE F16 choose_greater(F16 a, F16 b, F16 x, F16 bound) {
+  TINYVLLM_EACH_PART(i) a.v[i] = x.v[i] > bound.v[i] ? a.v[i] : b.v[i];
   return a;
 }
 
@@ -204,7 +228,7 @@ TINYVLLM_INLINE F16 load16_bf16(const bf16_t* p) {
   F16 r;
   TINYVLLM_EACH_PART(i) {
     const HalfV half = *reinterpret_cast<const HalfMem*>(p + i * kWidth);
-    r.v[i] = reinterpret_cast<FloatV>(__builtin_convertvector(half, WordV) << 16);
+    r.v[i] = reinterpret_cast<FloatV>(widen(half) << 16);
   }
   return r;
 }
@@ -215,7 +239,7 @@ TINYVLLM_INLINE void store16_bf16(bf16_t* p, F16 a) {
     const WordV bits = reinterpret_cast<WordV>(a.v[i]);
     const WordV rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     const WordV kept = a.v[i] == a.v[i] ? rounded : (bits | 0x00400000u);
-    *reinterpret_cast<HalfMem*>(p + i * kWidth) = __builtin_convertvector(kept >> 16, HalfV);
+    *reinterpret_cast<HalfMem*>(p + i * kWidth) = narrow(kept >> 16);
   }
 }
 
@@ -238,21 +262,22 @@ TINYVLLM_INLINE double reduce_add(D16 a) {
   return x[0];
 }
 
-// Rounds to bf16 precision in fp32: nearest, ties to even; for finite values and infinities.
-TINYVLLM_INLINE F16 round16_bf16(F16 a) {
+// Stores a in bf16 (nearest, ties to even) and returns what was stored. For finite values that are
+// normal or zero; NaN stays NaN.
+TINYVLLM_INLINE F16 round_and_store16_bf16(bf16_t* p, F16 a) {
+#if defined(TINYVLLM_ISA_AVX512_BF16)
+  const __m256i half = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v[0]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+  a.v[0] = reinterpret_cast<FloatV>(widen(reinterpret_cast<HalfV>(half)) << 16);
+#else
   TINYVLLM_EACH_PART(i) {
     const WordV bits = reinterpret_cast<WordV>(a.v[i]);
-    a.v[i] = reinterpret_cast<FloatV>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+    const WordV rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    a.v[i] = reinterpret_cast<FloatV>(rounded);
+    *reinterpret_cast<HalfMem*>(p + i * kWidth) = narrow(rounded >> 16);
   }
+#endif
   return a;
-}
-
-// Stores values that are bf16 already.
-TINYVLLM_INLINE void store16_exact_bf16(bf16_t* p, F16 a) {
-  TINYVLLM_EACH_PART(i) {
-    *reinterpret_cast<HalfMem*>(p + i * kWidth) =
-        __builtin_convertvector(reinterpret_cast<WordV>(a.v[i]) >> 16, HalfV);
-  }
 }
 
 // words[i] = even[i] | odd[i] << 16: two rows of 16 bf16 become a packed line.
@@ -261,7 +286,7 @@ TINYVLLM_INLINE void interleave16(uint32_t* words, const bf16_t* even, const bf1
     const HalfV low = *reinterpret_cast<const HalfMem*>(even + i * kWidth);
     const HalfV high = *reinterpret_cast<const HalfMem*>(odd + i * kWidth);
     *reinterpret_cast<WordMem*>(words + i * kWidth) =
-        __builtin_convertvector(low, WordV) | (__builtin_convertvector(high, WordV) << 16);
+        widen(low) | (widen(high) << 16);
   }
 }
 
@@ -284,23 +309,33 @@ TINYVLLM_INLINE F16 keep_lanes(F16 a, int64_t begin, int64_t end, float other) {
 // NaN for NaN. x is split into a whole n and f in [-1/2, 1/2]; 2^f is a polynomial of degree 5
 // fitted to the smallest relative error (9e-8; the rest is rounding), 2^n goes into the exponent.
 TINYVLLM_INLINE F16 exp2_nonpositive(F16 x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number
   F16 r;
   TINYVLLM_EACH_PART(i) {
+#if defined(TINYVLLM_ISA_AVX512)
+    const __mmask16 kept = _mm512_cmp_ps_mask(x.v[i], _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    const FloatV n = _mm512_maskz_roundscale_ps(kept, x.v[i], _MM_FROUND_TO_NEAREST_INT);
+    const FloatV f = x.v[i] - n;
+#else
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number
     const FloatV t = x.v[i] < -126.0f ? FloatV{} - 126.0f : x.v[i];
     const FloatV shifted = t + kRound;
     const FloatV f = t - (shifted - kRound);
+#endif
     FloatV p = FloatV{} + 0x1.5bba12p-10f;
     p = fma(p, f, FloatV{} + 0x1.3cea88p-7f);
     p = fma(p, f, FloatV{} + 0x1.c6b752p-5f);
     p = fma(p, f, FloatV{} + 0x1.ebf9bcp-3f);
     p = fma(p, f, FloatV{} + 0x1.62e42ap-1f);
     p = fma(p, f, FloatV{} + 1.0f);
+#if defined(TINYVLLM_ISA_AVX512)
+    r.v[i] = _mm512_maskz_scalef_ps(kept, p, n);
+#else
     // The low bits of `shifted` are n, so this adds n to p's exponent field.
     const WordV scaled = reinterpret_cast<WordV>(p) + (reinterpret_cast<WordV>(shifted) << 23);
     const FloatV y = reinterpret_cast<FloatV>(scaled);
     const FloatV kept = x.v[i] < -126.0f ? FloatV{} : y;
     r.v[i] = x.v[i] == x.v[i] ? kept : x.v[i];
+#endif
   }
   return r;
 }
@@ -394,11 +429,14 @@ TINYVLLM_INLINE WordV unpack_low_words(WordV a, WordV b) {
 TINYVLLM_INLINE WordV unpack_high_words(WordV a, WordV b) {
   return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 }
+typedef uint64_t PairV __attribute__((vector_size(64)));
 TINYVLLM_INLINE WordV unpack_low_pairs(WordV a, WordV b) {
-  return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+  return reinterpret_cast<WordV>(__builtin_shufflevector(
+      reinterpret_cast<PairV>(a), reinterpret_cast<PairV>(b), 0, 8, 2, 10, 4, 12, 6, 14));
 }
 TINYVLLM_INLINE WordV unpack_high_pairs(WordV a, WordV b) {
-  return __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return reinterpret_cast<WordV>(__builtin_shufflevector(
+      reinterpret_cast<PairV>(a), reinterpret_cast<PairV>(b), 1, 9, 3, 11, 5, 13, 7, 15));
 }
 TINYVLLM_INLINE WordV even_quarters(WordV a, WordV b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
@@ -408,8 +446,7 @@ TINYVLLM_INLINE WordV odd_quarters(WordV a, WordV b) {
 }
 #endif
 
-// Packs up to 16 rows of bf16 into `pairs` lines: word i of line k is x[k], x[k+1] of row i. A row
-// that is nullptr becomes zeros and is not read.
+// Packs 16 rows of bf16 into `pairs` lines: word i of line k is x[2 * k], x[2 * k + 1] of row i.
 TINYVLLM_INLINE void pack_lines(uint32_t* lines, const bf16_t* const* rows, int64_t pairs) {
   int64_t k = 0;
 #if defined(TINYVLLM_ISA_AVX512)
@@ -417,7 +454,7 @@ TINYVLLM_INLINE void pack_lines(uint32_t* lines, const bf16_t* const* rows, int6
     WordV r[16], t[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
-      r[i] = rows[i] == nullptr ? WordV{} : *reinterpret_cast<const WordMem*>(rows[i] + 2 * k);
+      r[i] = *reinterpret_cast<const WordMem*>(rows[i] + 2 * k);
     }
     // A 16 x 16 transpose of words: pairs of rows, pairs of pairs, then 128-bit quarters twice.
 #pragma GCC unroll 8
@@ -454,7 +491,7 @@ TINYVLLM_INLINE void pack_lines(uint32_t* lines, const bf16_t* const* rows, int6
 #endif
   for (int i = 0; i < kLineRows; ++i) {
     for (int64_t j = k; j < pairs; ++j) {
-      lines[j * kLineWords + i] = rows[i] == nullptr ? 0 : load_pair(rows[i] + 2 * j);
+      lines[j * kLineWords + i] = load_pair(rows[i] + 2 * j);
     }
   }
 }

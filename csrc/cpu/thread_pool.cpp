@@ -4,11 +4,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <fstream>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -41,8 +40,6 @@ void cpu_relax() {
 #endif
 }
 
-// ---- How many CPUs are ours -------------------------------------------------------------------
-
 int affinity_cpus() {
 #ifdef __linux__
   // The mask must hold every CPU that the kernel could have, so it grows until the call accepts it.
@@ -66,19 +63,39 @@ int whole_cpus(double quota, double period) {
   return static_cast<int>(std::clamp(quota / period, 1.0, static_cast<double>(kMaxThreads)));
 }
 
+// The lines of a small file; none if it cannot be read. By C's stdio: streams of the C++ library
+// are not safe in a module that other modules, with their own copies of it, are loaded beside
+// (seen: std::ifstream crashing in a process that has imported a CUDA build of torch).
+std::vector<std::string> read_lines(const std::string& path) {
+  std::vector<std::string> lines;
+  FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return lines;
+  char buffer[4096];
+  std::string line;
+  while (std::fgets(buffer, sizeof(buffer), file) != nullptr) {
+    line += buffer;
+    if (line.back() != '\n') continue;
+    line.pop_back();
+    lines.push_back(std::exchange(line, {}));
+  }
+  if (!line.empty()) lines.push_back(line);
+  std::fclose(file);
+  return lines;
+}
+
 double read_number(const std::string& path) {
-  std::ifstream file(path);
-  double value = -1;
-  file >> value;
-  return file ? value : -1;
+  const std::vector<std::string> lines = read_lines(path);
+  return lines.empty() ? -1 : std::atof(lines[0].c_str());
 }
 
 int cgroup_v2_cpus(const std::string& dir) {
-  std::ifstream file(dir + "/cpu.max");  // "max 100000" or "150000 100000"
-  std::string quota;
-  double period = 0;
-  if (!(file >> quota >> period) || quota == "max") return kMaxThreads;
-  return whole_cpus(std::atof(quota.c_str()), period);
+  // "150000 100000"; without a quota "max 100000", which is no number.
+  const std::vector<std::string> lines = read_lines(dir + "/cpu.max");
+  double quota = 0, period = 0;
+  if (lines.empty() || std::sscanf(lines[0].c_str(), "%lf %lf", &quota, &period) != 2) {
+    return kMaxThreads;
+  }
+  return whole_cpus(quota, period);
 }
 
 int cgroup_v1_cpus(const std::string& dir) {
@@ -86,8 +103,9 @@ int cgroup_v1_cpus(const std::string& dir) {
                     read_number(dir + "/cpu.cfs_period_us"));
 }
 
-// The smallest quota on the way from this process's group up to the root. In a container the group's
-// own path may not exist below the mount; the root, which is then the container's group, does.
+// The smallest quota on the way from this process's group up to the root. In a container the
+// group's own path may not exist below the mount; the root, which is then the container's group,
+// does.
 template <typename Read>
 int smallest_quota(const std::string& mount, std::string group, Read read) {
   int cpus = read(mount);
@@ -98,10 +116,20 @@ int smallest_quota(const std::string& mount, std::string group, Read read) {
   return cpus;
 }
 
+// Whether "cpu" is in a list like "cpu,cpuacct".
+bool names_cpu(const std::string& controllers) {
+  for (size_t at = 0; at <= controllers.size(); at = controllers.find(',', at) + 1) {
+    const size_t end = std::min(controllers.find(',', at), controllers.size());
+    if (controllers.compare(at, end - at, "cpu") == 0) return true;
+    if (end == controllers.size()) break;
+  }
+  return false;
+}
+
 int cgroup_cpus() {
   int cpus = kMaxThreads;
-  std::ifstream file("/proc/self/cgroup");  // lines "hierarchy:controllers:path"
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : read_lines("/proc/self/cgroup")) {
+    // "hierarchy:controllers:path"; no controllers in version 2.
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
@@ -110,13 +138,8 @@ int cgroup_cpus() {
     if (group.empty() || group[0] != '/') continue;
     if (controllers.empty()) {
       cpus = std::min(cpus, smallest_quota("/sys/fs/cgroup", group, cgroup_v2_cpus));
-      continue;
-    }
-    std::stringstream names(controllers);
-    for (std::string name; std::getline(names, name, ',');) {
-      if (name == "cpu") {
-        cpus = std::min(cpus, smallest_quota("/sys/fs/cgroup/cpu", group, cgroup_v1_cpus));
-      }
+    } else if (names_cpu(controllers)) {
+      cpus = std::min(cpus, smallest_quota("/sys/fs/cgroup/cpu", group, cgroup_v1_cpus));
     }
   }
   return cpus;
@@ -129,8 +152,6 @@ int default_num_threads() {
   }
   return std::min({affinity_cpus(), cgroup_cpus(), kMaxThreads});
 }
-
-// ---- The pool ---------------------------------------------------------------------------------
 
 thread_local bool t_in_region = false;
 

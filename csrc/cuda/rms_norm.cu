@@ -3,9 +3,9 @@
 //   rms_norm       out = x * (1 / sqrt(mean(x^2) + eps)) * weight     [T,H] or [T,heads,head_dim]
 //   add_rms_norm   residual = bf16(residual + x), then the same on the rounded residual
 //
-// One block per row, 16 bytes a thread and turn; the second look at the row comes from L1. The sum
-// of squares goes through a tree whose shape depends on n alone: a row gives the same bits in any
-// batch.
+// One block per row (blockIdx.x the token, .y the head), 16 bytes a thread and turn; the second
+// look at the row comes from L1. The sum of squares goes through a tree whose shape depends on n
+// alone: a row gives the same bits in any batch.
 #include "device.h"
 #include "ops.h"
 #include "vec.cuh"
@@ -41,13 +41,12 @@ __device__ void scale_row(__nv_bfloat16* out, const __nv_bfloat16* x, const __nv
   }
 }
 
-// Row b is row b % heads of token b / heads.
 template <int kVec>
 __global__ void rms_norm_kernel(__nv_bfloat16* out, const __nv_bfloat16* x,
-                                const __nv_bfloat16* weight, int64_t heads, int64_t n,
-                                int64_t out_token_stride, int64_t out_head_stride,
-                                int64_t x_token_stride, int64_t x_head_stride, float eps) {
-  const int64_t t = blockIdx.x / heads, h = blockIdx.x % heads;
+                                const __nv_bfloat16* weight, int64_t n, int64_t out_token_stride,
+                                int64_t out_head_stride, int64_t x_token_stride,
+                                int64_t x_head_stride, float eps) {
+  const int64_t t = blockIdx.x, h = blockIdx.y;
   const __nv_bfloat16* row = x + t * x_token_stride + h * x_head_stride;
   float sum = 0.0f;
   for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
@@ -56,8 +55,8 @@ __global__ void rms_norm_kernel(__nv_bfloat16* out, const __nv_bfloat16* x,
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum += v[j] * v[j];
   }
-  scale_row<kVec>(out + t * out_token_stride + h * out_head_stride, row, weight, n,
-                  block_sum(sum), eps);
+  scale_row<kVec>(out + t * out_token_stride + h * out_head_stride, row, weight, n, block_sum(sum),
+                  eps);
 }
 
 template <int kVec>
@@ -91,8 +90,9 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float ep
   const int64_t heads = per_head ? x.shape[1] : 1, n = x.shape[x.ndim - 1];
   const bool vec = vectorizable(n, {&out, &x, &weight});
   const auto kernel = vec ? rms_norm_kernel<8> : rms_norm_kernel<1>;
-  kernel<<<x.shape[0] * heads, threads_for(n, vec ? 8 : 1), 0, stream>>>(
-      out.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(), weight.ptr<__nv_bfloat16>(), heads, n,
+  const dim3 grid(static_cast<unsigned>(x.shape[0]), static_cast<unsigned>(heads));
+  kernel<<<grid, threads_for(n, vec ? 8 : 1), 0, stream>>>(
+      out.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(), weight.ptr<__nv_bfloat16>(), n,
       out.strides[0], per_head ? out.strides[1] : 0, x.strides[0], per_head ? x.strides[1] : 0,
       eps);
   check_launch("rms_norm");

@@ -7,7 +7,8 @@
 // num_kv_heads,D]; cos_sin [max_model_len,D] f32; positions, slot_mapping [T] i32.
 //
 // One block per token. Its threads go over the pairs of vectors of all heads (q's, then k's), then
-// over the vectors of v. Products are rounded one by one, not fused: the same bits as the reference.
+// over the vectors of v. Products are rounded one by one, not fused: the same bits as the
+// reference.
 #include "device.h"
 #include "ops.h"
 #include "vec.cuh"
@@ -16,12 +17,12 @@ namespace tinyvllm::cuda {
 namespace {
 
 struct Params {
-  __nv_bfloat16* q;        // [T, num_heads, head_dim], token stride q_stride
-  __nv_bfloat16* k;        // [T, num_kv_heads, head_dim], token stride k_stride
-  const __nv_bfloat16* v;  // [T, num_kv_heads, head_dim], token stride v_stride
-  __nv_bfloat16* k_cache;  // [num_slots, num_kv_heads, head_dim]
-  __nv_bfloat16* v_cache;  // [num_slots, num_kv_heads, head_dim]
-  const float* cos_sin;    // [max_model_len, head_dim]
+  __nv_bfloat16* q;             // [T, num_heads, head_dim], token stride q_stride
+  __nv_bfloat16* k;             // [T, num_kv_heads, head_dim], token stride k_stride
+  const __nv_bfloat16* v;       // [T, num_kv_heads, head_dim], token stride v_stride
+  __nv_bfloat16* k_cache;       // [num_slots, num_kv_heads, head_dim]
+  __nv_bfloat16* v_cache;       // [num_slots, num_kv_heads, head_dim]
+  const float* cos_sin;         // [max_model_len, head_dim]
   const int32_t* positions;     // [T]
   const int32_t* slot_mapping;  // [T]
   int64_t q_stride, k_stride, v_stride;
@@ -67,8 +68,7 @@ __global__ void rotary_embedding_store_kv_kernel(const Params p) {
 
 void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
-                               const Tensor& positions, const Tensor& slot_mapping,
-                               Stream stream) {
+                               const Tensor& positions, const Tensor& slot_mapping, Stream stream) {
   if (q.shape[0] == 0 || q.shape[2] == 0) return;
   const Params params{q.ptr<__nv_bfloat16>(),
                       k.ptr<__nv_bfloat16>(),
@@ -89,8 +89,8 @@ void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v
   const bool vec = vectorizable(params.head_dim / 2, {&q, &k, &v, &k_cache, &v_cache});
   const auto kernel =
       vec ? rotary_embedding_store_kv_kernel<8> : rotary_embedding_store_kv_kernel<1>;
-  const int64_t pairs = static_cast<int64_t>(params.num_heads + params.num_kv_heads) *
-                        (params.head_dim / 2);
+  const int64_t pairs =
+      static_cast<int64_t>(params.num_heads + params.num_kv_heads) * (params.head_dim / 2);
   kernel<<<q.shape[0], threads_for(pairs, vec ? 8 : 1), 0, stream>>>(params);
   check_launch("rotary_embedding_store_kv");
 }

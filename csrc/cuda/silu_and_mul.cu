@@ -1,8 +1,8 @@
 // out = silu(gate_up[:, :I]) * gate_up[:, I:].      out [T,I], gate_up [T,2I] bf16
 //
-// One thread computes one vector of the output: blockIdx.x is the token, blockIdx.y the piece of the
-// row. silu(g) = g / (1 + exp(-g)); exp(-g) overflows to infinity for g < -88, where g / inf is the
-// zero that is wanted.
+// One thread computes one vector of the output: blockIdx.x is the token, blockIdx.y the piece of
+// the row. silu(g) = g / (1 + exp(-g)); exp(-g) overflows to infinity for g < -88, where g / inf is
+// the zero that is wanted.
 #include "device.h"
 #include "ops.h"
 #include "vec.cuh"

@@ -1,7 +1,8 @@
 // Eight bf16 at a time: the 16-byte loads and stores of every kernel here.
 //
-// A kernel is compiled for kVec = 8 and kVec = 1. Eight needs every row to begin at a multiple of 16
-// bytes and to be a multiple of 8 long; `vectorizable` tells. One is for odd sizes and odd views.
+// A kernel is compiled for kVec = 8 and kVec = 1. Eight needs every row to begin at a multiple of
+// 16 bytes and to be a multiple of 8 long; `vectorizable` tells. One is for odd sizes and odd
+// views.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -7,15 +7,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tinyvllm import _C
 from tinyvllm.bench.cli import main
 from tinyvllm.bench.contenders import Settings, create
 from tinyvllm.bench.report import validate
 from tinyvllm.bench.workloads import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
@@ -27,10 +31,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def torch_threads() -> Any:
-    before = torch.get_num_threads()
+def thread_counts() -> Iterator[None]:
+    before = torch.get_num_threads(), _C.num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(before[0])
+    _C.set_num_threads(before[1])
 
 
 def bench(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tinyvllm import _C
 from tinyvllm.ops import native
+
+if TYPE_CHECKING:
+    from tinyvllm import _C
 
 
 def rows(values: list[float], width: int = 32) -> torch.Tensor:

@@ -1,5 +1,6 @@
-// The thread pool by itself, one check per argument; test_thread_pool.py builds and runs this, plainly
-// and under ThreadSanitizer. The pool's source is included so that its quota readers can be called.
+// The thread pool by itself, one check per argument; test_thread_pool.py builds and runs this,
+// plainly and under ThreadSanitizer. The pool's source is included so that its quota readers can be
+// called.
 #include "thread_pool.cpp"  // NOLINT
 
 #include <sys/wait.h>
@@ -7,6 +8,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -17,15 +19,16 @@ namespace {
 using tinyvllm::cpu::parallel_for;
 using tinyvllm::cpu::set_num_threads;
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
       std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                             \
-    }                                                                           \
+      std::exit(1);                                                                  \
+    }                                                                                \
   } while (0)
 
-// Every index is visited once, whatever n, grain and the number of threads; begins are whole grains.
+// Every index is visited once, whatever n, grain and the number of threads; begins are whole
+// grains.
 void coverage() {
   for (const int threads : {1, 2, 3, 8}) {
     set_num_threads(threads);
@@ -183,15 +186,19 @@ void quotas() {
   CHECK(smallest_quota(root / "v1", "/g", cgroup_v1_cpus) == 2);
   CHECK(smallest_quota(root / "v1", "/free", cgroup_v1_cpus) == kMaxThreads);
   std::filesystem::remove_all(root);
+  CHECK(names_cpu("cpu") && names_cpu("cpu,cpuacct") && names_cpu("cpuset,cpu"));
+  CHECK(!names_cpu("cpuset,cpuacct") && !names_cpu("name=systemd"));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::map<std::string, std::function<void()>> checks = {
-      {"coverage", coverage}, {"visibility", visibility}, {"exceptions", exceptions},
-      {"nested", nested},     {"callers", callers},       {"forks", forks},
-      {"exits", exits},       {"idle", idle},             {"quotas", quotas}};
+      {"coverage", coverage},     {"visibility", visibility},
+      {"exceptions", exceptions}, {"nested", nested},
+      {"callers", callers},       {"forks", forks},
+      {"exits", exits},           {"idle", idle},
+      {"quotas", quotas}};
   if (argc != 2 || !checks.contains(argv[1])) return 2;
   checks.at(argv[1])();
   std::puts("ok");

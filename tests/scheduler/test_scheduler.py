@@ -76,6 +76,20 @@ def test_a_waiter_of_better_priority_goes_before_running_prompts():
     assert plan(world.step()) == [(2, 2, True), (0, 6, False)]
 
 
+def test_a_returning_earlier_arrival_does_not_stall_a_running_prompt():
+    world = endless(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=8)
+    world.add(4)
+    world.add(4)
+    world.step()
+    world.scheduler.set_paused(0, True)
+    world.add(20)
+    assert world.step().preempted == [world.seqs[0]]
+    world.scheduler.set_paused(0, False)
+    world.scheduler.abort(1)
+    assert plan(world.step()) == [(2, 8, False)]
+    assert plan(world.step()) == [(2, 5, True), (0, 1, True)], "4 of 5 known tokens are cached"
+
+
 def test_the_queue_is_by_priority_then_arrival():
     world = endless(num_blocks=64, max_num_seqs=1)
     for priority in (1, 0, 1, -3, 0):
@@ -370,9 +384,22 @@ def test_a_paused_sequence_yields_to_whoever_can_run(limit):
     world.check_empty()
 
 
-def test_a_paused_better_one_is_spared_while_a_worse_one_is_enough():
-    world = endless(num_blocks=6, block_size=4)
-    stuck, runner, worse = world.add(6, priority=-1), world.add(7), world.add(6, priority=3)
+def test_a_decode_takes_blocks_from_a_paused_better_one_rather_than_stop():
+    world = endless(num_blocks=4, block_size=4)
+    stuck, runner = world.add(7), world.add(7)
+    world.step()
+    world.scheduler.set_paused(0, True)
+    world.step()
+    schedule = world.step()
+    assert plan(schedule) == [(1, 1, True)]
+    assert schedule.preempted == [stuck]
+    assert runner.num_preemptions == 0
+
+
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_a_paused_better_one_is_spared_while_a_worse_one_is_enough(priority):
+    world = endless(num_blocks=6, block_size=4, max_num_batched_tokens=32)
+    stuck, runner, worse = world.add(5, priority=priority), world.add(7), world.add(6)
     world.step()
     world.scheduler.set_paused(0, True)
     world.step()

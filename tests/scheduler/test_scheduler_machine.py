@@ -114,7 +114,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.scheduler.set_paused(seq.seq_id, paused)
             self.world.check()
 
-    @precondition(lambda self: hasattr(self, "world"))
+    @rule(data=st.data())
+    def pause_all_but_one(self, data):
+        keep = self._pick(data)
+        for seq in self.world.seqs:
+            self.world.scheduler.set_paused(seq.seq_id, seq is not keep)
+        self.world.check()
+
     @rule()
     def outputs_so_far(self):
         for seq in self.world.seqs:

@@ -332,6 +332,7 @@ def test_deep_messages_and_wrong_tools() -> None:
     for tools in ("x", [1], {"a": 1}):
         with pytest.raises(ChatTemplateError, match="tools must be a list of JSON schemas"):
             render("x", tools=tools)
+    assert render("{{ name }}", name="any") == "any"
     with pytest.raises(ChatTemplateError, match=r"template variables\.x must be JSON data"):
         render("x", x=object())
 

@@ -16,9 +16,9 @@ from tinyvllm.tokenizer import Tokenizer
 
 # The vocabularies are a fixture of the session, which the examples only read.
 few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-many = settings(few, max_examples=200)
+many = settings(few, max_examples=150)
 every = pytest.mark.parametrize("name", ["smollm2", *STREAMING, *HOLDING])
 streaming = pytest.mark.parametrize("name", ["smollm2", *STREAMING])
 
@@ -333,8 +333,8 @@ def test_a_long_near_miss_costs_no_more_than_a_short_one(smollm2: Tokenizer) -> 
     assert seconds(2000) < 8 * seconds(10)
 
 
-def test_cost_per_token(smollm2: Tokenizer, record_property: pytest.RecordProperty) -> None:
-    """Ratios against decode() of one id, which any incremental scheme must beat by far."""
+def test_cost_per_token(smollm2: Tokenizer) -> None:
+    """The share of the host's 10 us a token that is ours; the best of several runs."""
     ids = smollm2.encode("The quick brown fox, naïve as ever, jumps: 日本 😀.\n" * 400)
 
     def per_token(**kwargs: object) -> float:
@@ -347,12 +347,7 @@ def test_cost_per_token(smollm2: Tokenizer, record_property: pytest.RecordProper
             best = min(best, (time.perf_counter() - start) / len(ids))
         return best * 1e6
 
-    start = time.perf_counter()
-    for token_id in ids[:2000]:
-        smollm2.decode([token_id])
-    decode_us = (time.perf_counter() - start) / 2000 * 1e6
     plain_us, stop_us = per_token(), per_token(stop=("the lazy dog", "\nUser:", "###"))
-    for key, value in (("plain", plain_us), ("stop", stop_us), ("decode", decode_us)):
-        record_property(f"us_per_token_{key}", round(value, 3))
-    assert plain_us < decode_us / 2
-    assert stop_us < decode_us
+    print(f"us/token: {plain_us:.3f}, with stops {stop_us:.3f}")
+    assert plain_us < 1  # a sixth of it on an ordinary machine
+    assert stop_us < 2

@@ -14,16 +14,28 @@ READ_BYTES = 512 << 20
 """Far beyond any last-level cache."""
 
 
-def best_seconds(call: Callable[[], object], device: str, repeats: int = 5) -> float:
-    """The fastest of `repeats` calls, one more before them for warm-up."""
+def best_seconds(
+    call: Callable[[], object],
+    device: str,
+    repeats: int = 5,
+    before: Callable[[], object] | None = None,
+) -> float:
+    """The fastest of `repeats` calls, one more before them for warm-up; `before` is not timed."""
     times = []
     for _ in range(repeats + 1):
+        if before is not None:
+            before()
+            _synchronize(device)
         start = time.perf_counter()
         call()
-        if device != "cpu":
-            torch.cuda.synchronize()
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 class Ceilings:
@@ -40,6 +52,12 @@ class Ceilings:
         """Bytes per second that all threads together read from memory (a sum over a buffer)."""
         torch.set_num_threads(self._num_threads)
         return 4 * len(self._buffer) / best_seconds(self._buffer.sum, self._device)
+
+    def flush_caches(self) -> None:
+        """Leave nothing of what was computed last in a cache. One thread is enough, and leaves no
+        others spinning."""
+        torch.set_num_threads(1)
+        self._buffer.sum()
 
     def matrix_flops(self) -> float:
         """FLOP/s of torch's BF16 matrix product of two squares."""

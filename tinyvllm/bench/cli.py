@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shlex
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tinyvllm
-from tinyvllm import hub, loader
+from tinyvllm import _C, hub, loader
 from tinyvllm.bench import contenders, measure, op_table
 from tinyvllm.bench.ceilings import READ_BYTES, Ceilings
 from tinyvllm.bench.contenders import Contender, Settings, UnavailableError
@@ -73,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=hub.DEFAULT_MODEL, help="alias, directory or org/name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="for every engine"
+        "--threads",
+        type=int,
+        default=_C.num_threads(),
+        help="for every engine; default: what affinity and cgroup allow (%(default)s here)",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -126,7 +128,7 @@ class Bench:
     def _describe(self) -> None:
         machine = {
             "processor": _processor(),
-            "threads_available": len(os.sched_getaffinity(0)),
+            "isa": _C.isa(),
             "gpu": torch.cuda.get_device_name() if self._device == "cuda" else None,
             "python": platform.python_version(),
         }
@@ -150,8 +152,9 @@ class Bench:
             }
         )
         self._report.print(
-            f"{options.model}, BF16, on {machine['gpu'] or machine['processor']}, "
-            f"{options.threads} threads; median of {options.rounds} interleaved rounds; "
+            f"{options.model}, BF16, on {machine['gpu'] or machine['processor']} "
+            f"({machine['isa']}), {options.threads} threads; "
+            f"median of {options.rounds} interleaved rounds; "
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}"
         )
         bandwidth, flops = self._ceilings.read_bandwidth(), self._ceilings.matrix_flops()
@@ -200,13 +203,13 @@ class Bench:
                 **ceiling,
             )
             self._report.rows(rows)
-            if workload.temperature > 0 or engines[0].name != SUBJECT:
+            if workload.temperature > 0 or engines[0].name != SUBJECT or len(engines) == 1:
                 return
             for engine, others in zip(engines[1:], runs[1:], strict=True):
                 agreed, total = measure.same_prefix(runs[0], others)
                 self._report.note(
-                    f"{workload.name}: {agreed} of {total} greedy tokens equal those of {engine.name} "
-                    "before the first difference"
+                    f"{workload.name}: {agreed} of {total} greedy tokens equal those of "
+                    f"{engine.name} before the first difference"
                 )
             self._report.print()
 
@@ -248,6 +251,7 @@ class Bench:
 
     def _ops(self) -> None:
         ops = get_ops("native")
+        _C.set_num_threads(self._options.threads)
         steps = op_table.STEPS[self._size]
         model = loader.load_model(
             self._model_dir,

@@ -1,8 +1,8 @@
 """Each op's time in a real step of the model, beside what the machine could do at best.
 
 The model's own forward pass is run once with an op set that only notes the calls. All calls of one
-kind (every layer's down_proj, say) then become one graph, so that an op meets its weights as a step
-does: one layer after the other, and not in any cache.
+kind (every layer's down_proj, say) then become one graph, and caches are flushed before each of its
+replays, so that an op meets its weights as a step does: one layer after the other, in memory.
 """
 
 from __future__ import annotations
@@ -155,18 +155,19 @@ def cost(call: Call, step: Step) -> tuple[int, int]:
     return 0, 0
 
 
-def seconds_of(ops: Ops, calls: Sequence[Call], device: str) -> float:
+def seconds_of(ops: Ops, calls: Sequence[Call], ceilings: Ceilings, device: str) -> float:
     """The best time of `calls` in a row, as one graph where the op set has graphs."""
+    flush = ceilings.flush_caches
 
     def run() -> None:
         for op, args in calls:
             getattr(ops, op)(*args)
 
     if not ops.supports_graphs:
-        return best_seconds(run, device, _REPEATS)
+        return best_seconds(run, device, _REPEATS, flush)
     with ops.capture() as graph:
         run()
-    return best_seconds(graph.replay, device, _REPEATS)
+    return best_seconds(graph.replay, device, _REPEATS, flush)
 
 
 def op_table(
@@ -178,9 +179,9 @@ def op_table(
         calls = step_calls(model, step, device)
         kinds = by_kind(model, calls)
         lines = []
-        whole = seconds_of(model.ops, calls, device)
+        whole = seconds_of(model.ops, calls, ceilings, device)
         for kind, group in [*kinds.items(), ("whole step", calls)]:
-            seconds = whole if group is calls else seconds_of(model.ops, group, device)
+            seconds = whole if group is calls else seconds_of(model.ops, group, ceilings, device)
             costs = [cost(call, step) for call in group]
             nbytes, num_flops = sum(c[0] for c in costs), sum(c[1] for c in costs)
             floor = max(nbytes / bandwidth, num_flops / flops)

@@ -1,0 +1,60 @@
+#include "workspace.h"
+
+#include <map>
+#include <stdexcept>
+#include <string>
+
+#include "device.h"
+
+namespace tinyvllm::cuda {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("workspace: ") + what + ": " + cudaGetErrorString(error) +
+                           " (call the op once before capturing a graph)");
+}
+
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+struct ThreadWorkspaces {
+  std::map<int, Workspace> of_device;
+
+  ~ThreadWorkspaces() {
+    // At the end of the process the driver may be gone already; then there is nothing to free.
+    for (auto& [device, workspace] : of_device) cudaFree(workspace.scratch);
+    cudaGetLastError();
+  }
+};
+
+thread_local ThreadWorkspaces t_workspaces;
+
+}  // namespace
+
+const Workspace& workspace() {
+  const int device = current_device();
+  const auto found = t_workspaces.of_device.find(device);
+  if (found != t_workspaces.of_device.end()) return found->second;
+  constexpr size_t kCounterBytes = Workspace::kNumCounters * sizeof(uint32_t);
+  Workspace made{};
+  check(cudaMalloc(&made.scratch, Workspace::kScratchBytes + kCounterBytes),
+        "could not allocate 65 MiB");
+  made.counters = reinterpret_cast<uint32_t*>(static_cast<char*>(made.scratch) +
+                                              Workspace::kScratchBytes);
+  check(cudaMemset(made.counters, 0, kCounterBytes), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return t_workspaces.of_device.emplace(device, made).first->second;
+}
+
+int num_multiprocessors() {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()),
+        "cudaDeviceGetAttribute");
+  return count;
+}
+
+}  // namespace tinyvllm::cuda
