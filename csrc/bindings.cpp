@@ -456,6 +456,28 @@ void OpCall::run(Cpu cpu, [[maybe_unused]] Cuda cuda) {
 
 // The ops. Shapes and their letters are those of ops.h.
 
+void advance_decode(TensorArg input_ids, TensorArg positions, TensorArg seq_lens,
+                    TensorArg step_idx, TensorArg slot_mapping, TensorArg token_ids,
+                    TensorArg block_tables, int block_size) {
+  OpCall op("advance_decode");
+  Dim S("S"), max_blocks("max_blocks");
+  const auto row = [&](const char* name, TensorArg arg) {
+    return op.tensor(name, arg, {kI32}, {&S}, Layout::kContiguous);
+  };
+  const Tensor ids = row("input_ids", input_ids);
+  const Tensor pos = row("positions", positions);
+  const Tensor len = row("seq_lens", seq_lens);
+  const Tensor step = row("step_idx", step_idx);
+  const Tensor slot = row("slot_mapping", slot_mapping);
+  const Tensor drawn = row("token_ids", token_ids);
+  const Tensor bt = op.tensor("block_tables", block_tables, {kI32}, {&S, &max_blocks},
+                              Layout::kRows);
+  if (block_size < 1) op.fail("block_size", "1 or more", std::to_string(block_size));
+  op.run([=] { cpu::advance_decode(ids, pos, len, step, slot, drawn, bt, block_size); },
+         TINYVLLM_CUDA_CALL(
+             cuda::advance_decode(ids, pos, len, step, slot, drawn, bt, block_size, stream)));
+}
+
 void embedding(TensorArg out, TensorArg input_ids, TensorArg weight) {
   OpCall op("embedding");
   Dim T("T"), H("H"), V("V");
@@ -624,6 +646,9 @@ PYBIND11_MODULE(_C, m) {
   using namespace tinyvllm;  // NOLINT
   m.doc() = "Kernels of tinyvllm. Tensors are torch.Tensor; shapes are documented in csrc/ops.h.";
 
+  m.def("advance_decode", &advance_decode, py::arg("input_ids"), py::arg("positions"),
+        py::arg("seq_lens"), py::arg("step_idx"), py::arg("slot_mapping"), py::arg("token_ids"),
+        py::arg("block_tables"), py::arg("block_size"));
   m.def("embedding", &embedding, py::arg("out"), py::arg("input_ids"), py::arg("weight"));
   m.def("rms_norm", &rms_norm, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("eps"));
   m.def("add_rms_norm", &add_rms_norm, py::arg("out"), py::arg("residual"), py::arg("x"),

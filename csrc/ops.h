@@ -8,6 +8,14 @@
 
 namespace tinyvllm::cpu {
 
+// Starts a decode step from the last one's state: input_ids[s] = token_ids[s]; positions, seq_lens
+// and step_idx grow by one; slot_mapping[s] = block_tables[s][positions[s] / block_size] *
+// block_size + positions[s] % block_size. All [S] i32 and updated in place; token_ids [S] i32;
+// block_tables [S,max_blocks] i32.
+void advance_decode(const Tensor& input_ids, const Tensor& positions, const Tensor& seq_lens,
+                    const Tensor& step_idx, const Tensor& slot_mapping, const Tensor& token_ids,
+                    const Tensor& block_tables, int block_size);
+
 // out[t] = weight[input_ids[t]].            out [T,H] bf16, input_ids [T] i32, weight [V,H] bf16
 void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight);
 
@@ -70,6 +78,9 @@ namespace tinyvllm::cuda {
 
 using Stream = CUstream_st*;  // cudaStream_t
 
+void advance_decode(const Tensor& input_ids, const Tensor& positions, const Tensor& seq_lens,
+                    const Tensor& step_idx, const Tensor& slot_mapping, const Tensor& token_ids,
+                    const Tensor& block_tables, int block_size, Stream stream);
 void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight, Stream stream);
 void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps, Stream stream);
 void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,

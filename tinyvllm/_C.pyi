@@ -8,11 +8,19 @@ from torch import Tensor
 has_cuda: bool
 """CUDA kernels were compiled in."""
 
+def advance_decode(
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    step_idx: Tensor,
+    slot_mapping: Tensor,
+    token_ids: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None: ...
 def embedding(out: Tensor, input_ids: Tensor, weight: Tensor) -> None: ...
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
-def add_rms_norm(
-    out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float
-) -> None: ...
+def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
 def rotary_embedding_store_kv(
     q: Tensor,
     k: Tensor,

@@ -6,9 +6,9 @@ Two kinds of memory, both allocated once:
              it is admitted and when it gets a block
   per row    what ops read in this step: row r is the r-th scheduled sequence
 
-While the same sequences decode step after step, rows are only advanced: a few additions over
-arrays, plus one entry for each sequence that enters a new block. Any other schedule gathers its
-rows from the slots. The sampled ids live here too, so that a step feeds them to the next.
+While the same sequences decode step after step, `ops.advance_decode` takes the rows from one step
+to the next on the device, the sampled ids included; the host only adds a table entry where a
+sequence enters a new block. Any other schedule gathers its rows from the slots.
 """
 
 from __future__ import annotations
@@ -54,22 +54,12 @@ class Batch:
     num_seqs: int
     num_logits: int
     is_pure_decode: bool
-    """One token and one row of logits per sequence: shapes follow from num_seqs alone."""
+    """One token and one row of logits per sequence: shapes follow from num_seqs alone, and the
+    rows stand one step back, for `ops.advance_decode`."""
+    drawn: Int32
+    """The memory of `sampling.token_ids`, for the host to read after the step."""
     special: Seq[tuple[int, Sequence]]
     """(row of logits, sequence) where min_tokens or logprobs asks for more than a draw."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeRows:
-    """Everything of a pure decode step of one size, sliced once: numpy to write, torch to read."""
-
-    forward: ForwardBatch
-    sampling: SamplingBatch
-    input_ids: Int32
-    sampled: Int32
-    positions: Int32
-    advancing: tuple[Int32, ...]
-    """positions, seq_lens, slot_mapping, step_idx: each grows by one a step."""
 
 
 class BatchBuilder:
@@ -128,8 +118,9 @@ class BatchBuilder:
         self._slot_num_blocks = [0] * num_slots
         self._slot_owner: list[Sequence | None] = [None] * num_slots
 
-        self._decode_rows: dict[int, _DecodeRows] = {}
+        self._decode_views: dict[int, tuple[ForwardBatch, SamplingBatch]] = {}
         self._decoding: list[ScheduledSequence] | None = None  # the last step's, if pure decode
+        self._decode_batch: Batch | None = None
         self._special: list[tuple[int, Sequence]] = []
         self._arange = np.arange(max(num_tokens, num_slots + 1), dtype=np.int32)
 
@@ -141,63 +132,44 @@ class BatchBuilder:
         if not schedule.is_pure_decode:
             self._decoding = None
             return self._build_mixed(entries)
-        num_seqs = len(entries)
-        rows = self._decode_rows.get(num_seqs)
-        if rows is None:
-            rows = self._decode_rows[num_seqs] = self._slice_decode_rows(num_seqs)
         # The scheduler keeps a sequence's entry for as long as it decodes. Equal lists hold the
-        # same entries, so each has got exactly one token since the last step: `rows.sampled`.
-        if entries == self._decoding:
-            self._advance(rows, entries)
-        else:
-            self._gather_decode(rows, [entry.seq for entry in entries])
-            self._decoding = entries
-        return Batch(rows.forward, rows.sampling, num_seqs, num_seqs, num_seqs, True, self._special)
+        # same entries, so each has got exactly one token since the last step: the device's.
+        if entries == self._decoding and self._decode_batch is not None:
+            self._add_new_blocks(entries)
+            return self._decode_batch
+        self._decoding = entries
+        self._decode_batch = self._build_decode([entry.seq for entry in entries])
+        return self._decode_batch
 
     # --- Pure decode ----------------------------------------------------------------------------
 
-    def _advance(self, rows: _DecodeRows, entries: list[ScheduledSequence]) -> None:
-        rows.input_ids[:] = rows.sampled
-        for array in rows.advancing:
-            array += 1
-        for row in np.flatnonzero((rows.positions & self._mask) == 0).tolist():
-            seq = entries[row].seq
-            block_idx = int(rows.positions[row]) >> self._shift
-            block_id = seq.block_table[block_idx]
-            self._block_tables[row, block_idx] = block_id
-            self._slot_mapping[row] = block_id << self._shift
-            self._slot_tables[seq.slot, block_idx] = block_id
-            self._slot_num_blocks[seq.slot] = block_idx + 1
+    def _add_new_blocks(self, entries: list[ScheduledSequence]) -> None:
+        mask = self._mask
+        for row, entry in enumerate(entries):
+            seq = entry.seq
+            if seq.num_computed_tokens & mask == 0:
+                block_idx = seq.num_computed_tokens >> self._shift
+                block_id = seq.block_table[block_idx]
+                self._block_tables[row, block_idx] = block_id
+                self._slot_tables[seq.slot, block_idx] = block_id
+                self._slot_num_blocks[seq.slot] = block_idx + 1
 
-    def _gather_decode(self, rows: _DecodeRows, sequences: list[Sequence]) -> None:
+    def _build_decode(self, sequences: list[Sequence]) -> Batch:
         num_seqs = len(sequences)
         slots = [self._sync_slot(seq) for seq in sequences]
-        rows.input_ids[:] = [seq.token_ids[-1] for seq in sequences]
-        rows.positions[:] = [seq.num_computed_tokens for seq in sequences]
-        self._seq_lens[:num_seqs] = rows.positions + 1
+        self._sampled[:num_seqs] = [seq.token_ids[-1] for seq in sequences]
+        self._seq_lens[:num_seqs] = [seq.num_computed_tokens for seq in sequences]
+        self._positions[:num_seqs] = self._seq_lens[:num_seqs] - 1
         self._cu_seqlens_q[: num_seqs + 1] = self._arange[: num_seqs + 1]
         self._logits_indices[:num_seqs] = self._arange[:num_seqs]
         self._gather_tables(slots, sequences)
-        block_ids = self._block_tables[self._arange[:num_seqs], rows.positions >> self._shift]
-        self._slot_mapping[:num_seqs] = (block_ids << self._shift) + (rows.positions & self._mask)
         self._gather_sampling(slots, sequences)
-
-    def _slice_decode_rows(self, num_seqs: int) -> _DecodeRows:
-        forward, sampling = self._narrow(num_seqs, num_seqs, num_seqs)
-        positions = self._positions[:num_seqs]
-        return _DecodeRows(
-            forward=forward,
-            sampling=sampling,
-            input_ids=self._input_ids[:num_seqs],
-            sampled=self._sampled[:num_seqs],
-            positions=positions,
-            advancing=(
-                positions,
-                self._seq_lens[:num_seqs],
-                self._slot_mapping[:num_seqs],
-                self._step_idx[:num_seqs],
-            ),
-        )
+        self._step_idx[:num_seqs] -= 1
+        views = self._decode_views.get(num_seqs)
+        if views is None:
+            views = self._decode_views[num_seqs] = self._narrow(num_seqs, num_seqs, num_seqs)
+        drawn = self._sampled[:num_seqs]
+        return Batch(*views, num_seqs, num_seqs, num_seqs, True, drawn, self._special)
 
     # --- Any other schedule ---------------------------------------------------------------------
 
@@ -225,7 +197,10 @@ class BatchBuilder:
         self._logits_indices[:num_logits] = self._cu_seqlens_q[1:][sampled] - 1
         self._gather_sampling([slots[row] for row in sampled], [sequences[row] for row in sampled])
         forward, sampling = self._narrow(token_idx, num_seqs, num_logits)
-        return Batch(forward, sampling, token_idx, num_seqs, num_logits, False, self._special)
+        drawn = self._sampled[:num_logits]
+        return Batch(
+            forward, sampling, token_idx, num_seqs, num_logits, False, drawn, self._special
+        )
 
     def _narrow(
         self, num_tokens: int, num_seqs: int, num_logits: int

@@ -5,7 +5,12 @@
 
     engine thread:  receive ─► schedule ─► build ─► launch ─► update ─► detokenize ─► publish ─┐
                        ▲  blocked here, at no cost, while nothing can run                      │
-                       └───────────────────────────────────────────────────────────────────────┘
+                       └───────────────────────────────────────────────────────────────────────┤
+    waking thread:  wake each loop whose readers are parked, during the next launch  ◄─────────┘
+
+Waking a loop is a system call that gives up the GIL, which the loop would then keep for as long as
+its readers run: done in the engine thread, it would cost every step that long.
+
 
 A SimpleQueue's put is reentrant and never waits, so a finalizer may abort from inside of anything.
 Bounds: at most `MAX_LIVE_STREAMS` requests wait or run; commands beside "add" are one per stream
@@ -24,7 +29,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +57,6 @@ if TYPE_CHECKING:
     from tinyvllm.model_runner import StepOutput
     from tinyvllm.sampling_params import SamplingParams
     from tinyvllm.sequence import Schedule, ScheduledSequence
-    from tinyvllm.stream import Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +161,10 @@ class Engine:
         self._tokenizing = threading.Thread(
             target=self._tokenize_texts, name="tinyvllm-tokenizer", daemon=True
         )
+        self._parked: SimpleQueue[list[StreamState] | None] = SimpleQueue()
+        self._waking = threading.Thread(
+            target=self._wake_readers, name="tinyvllm-waker", daemon=True
+        )
 
     # --- Any thread -----------------------------------------------------------------------------
 
@@ -231,8 +239,8 @@ class Engine:
             self._texts.put(state)
         else:
             self._mailbox.put(("add", state))
-        if self._end is not None:  # since check_open; nobody reads the queues any more
-            self._reject_queued()
+        if self._end is not None:  # since check_open: perhaps nobody reads the queues any more
+            self._fail(state)
 
     def stats(self) -> EngineStats:
         """Raises `EngineClosedError` before the start; after the end, the last numbers."""
@@ -264,22 +272,12 @@ class Engine:
         error.__cause__ = self._end.__cause__
         return error
 
-    def _reject_queued(self) -> None:
-        """After the end: fail what is queued. Called by whoever queues, so nothing is left."""
-        for queue in (self._mailbox, self._texts):
-            try:
-                while True:
-                    item = queue.get_nowait()
-                    state = item[1] if isinstance(item, tuple) else item
-                    if state is not None and not state.finished:
-                        self._fail(state)
-            except Empty:
-                pass
-
     def _fail(self, state: StreamState) -> None:
+        """After the end: the request gets no further token. Two threads may do it at once."""
+        if state.finished:
+            return
         error = self._copy_of_end()
-        dead = isinstance(error, EngineDeadError)
-        state.end("error" if dead else "abort", error)
+        state.end("error" if isinstance(error, EngineDeadError) else "abort", error)
         state.wake_reader()
 
     # --- Tokenizing thread ----------------------------------------------------------------------
@@ -302,7 +300,19 @@ class Engine:
                 state.prompt_token_ids = ids
                 self._mailbox.put(("add", state))
             if self._end is not None:
-                self._reject_queued()
+                self._fail(state)
+
+    # --- Waking thread --------------------------------------------------------------------------
+
+    def _wake_readers(self) -> None:
+        """Resume the readers for whom a step had a token: one call per loop and step."""
+        while (states := self._parked.get()) is not None:
+            waiters = {state.waiter: state for state in states}
+            for waiter in wake([waiter for waiter in waiters if waiter is not None]):
+                # Its reader can never run again.
+                state = waiters[waiter]
+                logger.warning("the loop that read %s is closed: aborted", state.request_id)
+                state.abort()
 
     # --- Engine thread --------------------------------------------------------------------------
 
@@ -316,6 +326,7 @@ class Engine:
             cause = error
         else:
             self._tokenizing.start()
+            self._waking.start()
             self.started.set()
             logger.info("ready: %s", self._model)
             try:
@@ -498,7 +509,7 @@ class Engine:
 
     def _publish(self, updated: list[ScheduledSequence], items: list[Any], now: float) -> None:
         """Append to the buffers, end what has finished, pause who lags, wake who waits."""
-        parked: list[Waiter] = []
+        parked: list[StreamState] = []
         max_buffered = self.config.max_buffered_tokens
         for entry, item in zip(updated, items, strict=True):
             state: StreamState = entry.seq.owner
@@ -516,12 +527,9 @@ class Engine:
             waiter = state.waiter
             if waiter is not None and not waiter.notified:
                 waiter.notified = True
-                parked.append(waiter)
-        if parked and (closed := wake(parked)):
-            # Their readers can never run again.
-            for state in [s for s in self._states.values() if s.waiter in closed]:
-                logger.warning("the loop that read %s is closed: aborted", state.request_id)
-                self._abort(state)
+                parked.append(state)
+        if parked:
+            self._parked.put(parked)
 
     def _pause(self, state: StreamState) -> None:
         state.paused = True
@@ -550,19 +558,21 @@ class Engine:
 
     def _stop(self, cause: BaseException | None) -> None:
         """Close (no cause) or die: end every request, release everything. Never raises."""
-        if cause is None or isinstance(cause, _StartCancelled):
-            self._end = EngineClosedError("the engine was closed")
-        else:
-            self._end = EngineDeadError(
-                f"the engine thread failed: {type(cause).__name__}: {cause}"
-            )
-            self._end.__cause__ = cause
+        end: EngineError = EngineClosedError("the engine was closed")
+        if cause is not None and not isinstance(cause, _StartCancelled):
+            end = EngineDeadError(f"the engine thread failed: {type(cause).__name__}: {cause}")
+            end.__cause__ = cause
+        self._end = end
         if self._tokenizing.ident is not None:
             self._texts.put(None)
             self._tokenizing.join()
-        for state in list(self._states.values()):
-            self._fail(state)
-        self._reject_queued()
+            self._parked.put(None)
+            self._waking.join()
+        queued = [self._mailbox.get()[1] for _ in range(self._mailbox.qsize())]
+        queued += [self._texts.get() for _ in range(self._texts.qsize())]
+        for state in (*self._states.values(), *queued):
+            if state is not None:
+                self._fail(state)
         try:
             if self.started.is_set():
                 for seq_id in self._states:

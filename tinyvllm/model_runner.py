@@ -1,7 +1,7 @@
 """ModelRunner: weights, KV cache, activations and step graphs of one model; runs batches.
 
-    launch(batch):  forward  ─► logits ─► (min_tokens masks) ─► sample ─► token ids
-                    replayed as a graph for pure decode, op by op otherwise
+    launch(batch):  (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
+                    replayed as one graph for pure decode, op by op otherwise
 
 Weights, KV pool and activations are allocated once, here; a step allocates nothing, except for
 log-probabilities, which only those pay who ask for them.
@@ -99,26 +99,56 @@ class ModelRunner:
             self.device,
         )
         self._use_graphs = self.ops.supports_graphs and not config.enforce_eager
-        self._graphs: OrderedDict[int, tuple[Graph, ForwardBuffers]] = OrderedDict()
+        self._graphs: OrderedDict[int, Graph] = OrderedDict()
 
     def launch(self, batch: Batch) -> StepOutput:
         """Run one step to its end and return its tokens. The GIL is free during native ops."""
-        start = perf_counter()
-        if batch.is_pure_decode and self._use_graphs:
-            graph, buffers = self._decode_graph(batch)
+        if batch.is_pure_decode and self._use_graphs and not batch.special:
+            graph = self._decode_graph(batch)
+            start = perf_counter()
             graph.replay()
-        else:
-            buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
-            self.model.forward(buffers, batch.forward, self.kv_cache)
-        if not batch.num_logits:
-            return StepOutput([], {}, perf_counter() - start)
-        draw, logits = batch.sampling, buffers.logits
-        ops_seconds = perf_counter() - start
-        masked = self._mask_stop_ids(batch, logits) if batch.special else []
+            ops_seconds = perf_counter() - start
+            return StepOutput(batch.drawn.tolist(), {}, ops_seconds)
+        buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         start = perf_counter()
+        self._forward(batch, buffers)
+        ops_seconds = perf_counter() - start
+        if not batch.num_logits:
+            return StepOutput([], {}, ops_seconds)
+        masked = self._mask_stop_ids(batch, buffers.logits)
+        start = perf_counter()
+        self._sample(batch, buffers)
+        ops_seconds += perf_counter() - start
+        token_ids: list[int] = batch.drawn.tolist()
+        for row, ids, values in masked:
+            buffers.logits[row, ids] = values
+        return StepOutput(token_ids, self._logprobs(batch, buffers.logits, token_ids), ops_seconds)
+
+    def close(self) -> None:
+        """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
+        self._graphs.clear()
+        del self.model, self.kv_cache, self._buffers
+
+    def _forward(self, batch: Batch, buffers: ForwardBuffers) -> None:
+        rows, draw = batch.forward, batch.sampling
+        if batch.is_pure_decode:
+            self.ops.advance_decode(
+                rows.input_ids,
+                rows.positions,
+                rows.seq_lens,
+                draw.step_idx,
+                rows.slot_mapping,
+                draw.token_ids,
+                rows.block_tables,
+                self.block_size,
+            )
+        self.model.forward(buffers, rows, self.kv_cache)
+
+    def _sample(self, batch: Batch, buffers: ForwardBuffers) -> None:
+        draw = batch.sampling
         self.ops.sample(
             draw.token_ids,
-            logits,
+            buffers.logits,
             draw.temperature,
             draw.top_k,
             draw.top_p,
@@ -126,31 +156,21 @@ class ModelRunner:
             draw.seeds,
             draw.step_idx,
         )
-        ops_seconds += perf_counter() - start
-        token_ids: list[int] = draw.token_ids.tolist()
-        for row, ids, values in masked:
-            logits[row, ids] = values
-        logprobs = self._logprobs(batch, logits, token_ids) if batch.special else {}
-        return StepOutput(token_ids, logprobs, ops_seconds)
 
-    def close(self) -> None:
-        """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
-        self._graphs.clear()
-        del self.model, self.kv_cache, self._buffers
-
-    def _decode_graph(self, batch: Batch) -> tuple[Graph, ForwardBuffers]:
-        """The graph for this number of sequences, captured at its first use, and its buffers."""
-        captured = self._graphs.get(batch.num_seqs)
-        if captured is not None:
+    def _decode_graph(self, batch: Batch) -> Graph:
+        """The whole step for this number of sequences, captured at its first use."""
+        graph = self._graphs.get(batch.num_seqs)
+        if graph is not None:
             self._graphs.move_to_end(batch.num_seqs)
-            return captured
+            return graph
         buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         with self.ops.capture() as graph:
-            self.model.forward(buffers, batch.forward, self.kv_cache)
+            self._forward(batch, buffers)
+            self._sample(batch, buffers)
         if len(self._graphs) >= _MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        self._graphs[batch.num_seqs] = graph, buffers
-        return graph, buffers
+        self._graphs[batch.num_seqs] = graph
+        return graph
 
     def _mask_stop_ids(
         self, batch: Batch, logits: torch.Tensor

@@ -63,22 +63,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // Arrivals that a barrier expects from one warp_copy.
 constexpr int kCopyArrivals = TINYVLLM_BULK_COPY ? 1 : 32;
 
-// The whole warp calls this. `bytes` is a multiple of 16, as are both addresses. What is copied is
-// read once: it does not stay in L2 at the cost of what is read again.
+// The whole warp calls this. `bytes` is a multiple of 16, or 0, as are both addresses. What is
+// copied is read once: it does not stay in L2 at the cost of what is read again.
 __device__ __forceinline__ void warp_copy(uint32_t to, const void* from, uint32_t bytes,
                                           uint32_t barrier, int lane) {
 #if TINYVLLM_BULK_COPY
   if (lane == 0) {
     uint64_t read_once;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(read_once));
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier),
-                 "r"(bytes)
-                 : "memory");
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(read_once)
+        "{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1; }" ::"r"(barrier),
+        "r"(bytes)
         : "memory");
+    if (bytes > 0) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+          "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+          "l"(from), "r"(bytes), "r"(barrier), "l"(read_once)
+          : "memory");
+    }
   }
 #else
   for (uint32_t i = lane * 16; i < bytes; i += 32 * 16) {
@@ -158,8 +161,9 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
 
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier_in_block) {
 #if TINYVLLM_BULK_COPY
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_in_block)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_in_block)
+      : "memory");
 #endif
 }
 
@@ -172,12 +176,12 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 }
 
 // Stores four floats in another block's shared memory and counts their bytes on its barrier.
-__device__ __forceinline__ void store_remote(uint32_t to, const float (&v)[4], uint32_t barrier) {
+__device__ __forceinline__ void store_remote(uint32_t to, float4 v, uint32_t barrier) {
 #if TINYVLLM_BULK_COPY
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
-          "r"(to),
-      "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 #endif
 }

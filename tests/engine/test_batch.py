@@ -10,6 +10,7 @@ import pytest
 from tinyvllm import SamplingParams
 from tinyvllm.batch import Batch, BatchBuilder
 from tinyvllm.block_manager import BlockManager
+from tinyvllm.ops import reference
 from tinyvllm.scheduler import Scheduler
 from tinyvllm.sequence import Sequence
 
@@ -42,14 +43,24 @@ def check(batch: Batch, schedule: Schedule, block_size: int) -> None:
                 special.append((len(sampling), seq))
             drawn = seq.num_output_tokens
             sampling.append((p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, drawn))
-    forward = batch.forward
+    forward, draw = batch.forward, batch.sampling
+    if batch.is_pure_decode:  # what the step itself begins with
+        reference.advance_decode(
+            forward.input_ids,
+            forward.positions,
+            forward.seq_lens,
+            draw.step_idx,
+            forward.slot_mapping,
+            draw.token_ids,
+            forward.block_tables,
+            block_size,
+        )
     assert forward.input_ids.tolist() == ids
     assert forward.positions.tolist() == positions
     assert forward.slot_mapping.tolist() == slot_mapping
     assert forward.cu_seqlens_q.tolist() == cu
     assert forward.seq_lens.tolist() == seq_lens
     assert forward.logits_indices.tolist() == logits_indices
-    draw = batch.sampling
     columns = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds, draw.step_idx)
     for column, wanted in zip(columns, zip(*sampling, strict=True), strict=False):
         assert column.tolist() == pytest.approx(list(wanted), rel=1e-6)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.engine_helpers import GREEDY, settled
+from support.engine_helpers import GREEDY, settled, stepped
 
 from tinyvllm import (
     AsyncEngine,
@@ -231,13 +231,15 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 async def test_priority(make_engine: MakeEngine, prompts: Any) -> None:
     """With one slot, a later request of better priority ends first."""
     async with make_engine(max_num_seqs=1) as engine:
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
-        slow = engine.generate(prompts[1], params)
-        await anext(slow)
-        urgent = engine.generate(prompts[2], GREEDY, priority=-1)
-        assert len([token async for token in urgent]) == 12
-        assert slow.finish_reason is None
+        with stepped(engine) as gate:
+            slow = engine.generate(prompts[1], GREEDY, max_tokens=200)
+            gate.allow(1)
+            await anext(slow)
+            urgent = engine.generate(prompts[2], GREEDY, priority=-1)
         assert len([token async for token in slow]) == 199
+        assert len([token async for token in urgent]) == 12
+        ended = urgent._state.time_ended, slow._state.time_ended
+        assert ended == tuple(sorted(ended))  # type: ignore[type-var]
         assert engine.stats().num_preemptions == 1
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from support.engine_helpers import GREEDY, held_engine, settled
+from support.engine_helpers import GREEDY, settled, stepped
 
 from tinyvllm import (
     AsyncEngine,
@@ -104,11 +104,15 @@ async def test_close_while_streaming(make_engine: MakeEngine, prompts: Any) -> N
         engine = make_engine(max_num_seqs=4)
         started = anyio.Event()
         await engine.start()
-        streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:8]]
-        streams.append(engine.generate("some text", ENDLESS))
-        for stream in streams:
-            tasks.start_soon(read, stream)
-        await started.wait()
+        with stepped(engine) as gate:
+            streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:8]]
+            streams.append(engine.generate("some text", ENDLESS))
+            for stream in streams:
+                tasks.start_soon(read, stream)
+            gate.allow(5)
+            await started.wait()
+            assert engine._engine is not None
+            engine._engine.close()  # at most one step more
         await engine.aclose()
     assert len(ends) == 9
     assert all(read == generated for read, generated, _ in ends)
@@ -203,18 +207,20 @@ async def test_death(make_engine: MakeEngine, prompts: Any) -> None:
         except EngineDeadError as error:
             errors.append(error)
 
-    streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:5]]
-    unread = engine.generate(prompts[6], ENDLESS)
     boom = ZeroDivisionError("injected")
+
+    def fail(batch: Any) -> Any:
+        raise boom
+
     async with anyio.create_task_group() as tasks:
-        for stream in streams:
-            tasks.start_soon(read, stream)
-        await anyio.lowlevel.checkpoint()
-
-        def fail(batch: Any) -> Any:
-            raise boom
-
-        core._runner.launch = fail  # type: ignore[method-assign]
+        with stepped(engine) as gate:
+            streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:5]]
+            unread = engine.generate(prompts[6], ENDLESS)
+            for stream in streams:
+                tasks.start_soon(read, stream)
+            gate.allow(2)
+            await anyio.lowlevel.checkpoint()
+            core._runner.launch = fail  # type: ignore[method-assign]
     assert len(errors) == 5
     assert len({id(error) for error in errors}) == 5
     assert all(error.__cause__ is boom for error in errors)
@@ -252,6 +258,41 @@ async def test_a_request_that_arrives_as_the_engine_dies(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "dead"])
+async def test_ends_while_text_is_tokenized(
+    make_engine: MakeEngine, prompts: Any, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """The text in work, those behind it, and the tokenizing thread itself."""
+    engine = make_engine()
+    await engine.start()
+    core = engine._engine
+    assert core is not None
+    encode, in_work = core.tokenizer.encode, threading.Event()
+
+    def slow_encode(text: str) -> list[int]:
+        in_work.set()
+        while core._end is None:
+            time.sleep(0)
+        return encode(text)
+
+    def fail(batch: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(core.tokenizer, "encode", slow_encode)
+    streams = [engine.generate("some text", GREEDY) for _ in range(3)]
+    assert in_work.wait(10)
+    if dies:
+        core._runner.launch = fail  # type: ignore[method-assign]
+        streams.append(engine.generate(prompts[1], GREEDY))
+    else:
+        core.close()
+    for stream in streams:
+        with pytest.raises(EngineDeadError if dies else EngineClosedError):
+            await stream.text()
+    await engine.aclose()
+
+
+@pytest.mark.anyio
 async def test_a_bad_request_does_not_kill_the_engine(
     make_engine: MakeEngine, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,9 +318,10 @@ async def test_overload(
 ) -> None:
     monkeypatch.setattr("tinyvllm.engine.MAX_LIVE_STREAMS", 3)
     async with make_engine() as engine:
-        live = [engine.generate(prompts[0], ENDLESS) for _ in range(3)]
-        with pytest.raises(EngineOverloadedError) as caught:
-            engine.generate(prompts[0], ENDLESS)
+        with stepped(engine):
+            live = [engine.generate(prompts[0], ENDLESS) for _ in range(3)]
+            with pytest.raises(EngineOverloadedError) as caught:
+                engine.generate(prompts[0], ENDLESS)
         assert caught.value.retry_after > 0
         del live
 
@@ -287,14 +329,17 @@ async def test_overload(
 @pytest.mark.anyio
 async def test_stats_and_health_of_a_running_engine(make_engine: MakeEngine, prompts: Any) -> None:
     async with make_engine(max_num_seqs=2) as engine:
-        streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:3]]
-        with held_engine(engine):
+        with stepped(engine) as gate:
+            streams = [engine.generate(prompt, ENDLESS) for prompt in prompts[:3]]
+            gate.wait_reached()
             stats, health = engine.stats(), engine.health()
             assert stats.num_running + stats.num_waiting <= 3
             assert health.alive and health.last_step_age is not None
             assert 0 <= health.last_step_age < 60
-        for stream in streams:
-            stream.abort()
+            gate.allow(3)
+            await anext(streams[0])
+            for stream in streams:
+                stream.abort()
         await settled(engine)
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_requests) == (0, 0, 4)

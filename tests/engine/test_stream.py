@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import pytest
-from support.engine_helpers import GREEDY, drain, held_engine, settled
+from support.engine_helpers import GREEDY, settled, stepped
 
 from tinyvllm import AsyncEngine, ContextLengthError, SamplingParams, Token
 
@@ -120,12 +120,12 @@ async def _cancel(engine: AsyncEngine, stream: Any) -> None:
 
 
 async def _cancel_parked(engine: AsyncEngine, stream: Any) -> None:
-    """While it waits for a token that does not come: the engine is held between two steps."""
-    with held_engine(engine):
-        await drain(stream)
-        with anyio.move_on_after(0.01) as scope:
-            await anext(stream)
-        assert scope.cancelled_caught
+    """While it waits for a token that does not come: three steps were allowed."""
+    for _ in range(3):
+        await anext(stream)
+    with anyio.move_on_after(0.01) as scope:
+        await anext(stream)
+    assert scope.cancelled_caught
 
 
 LEAVING = [_break, _raise, _aclose, _abort, _leave_block, _cancel, _cancel_parked]
@@ -137,12 +137,13 @@ async def test_leaving_aborts_within_one_step(
     make_engine: MakeEngine, prompts: list[list[int]], leave: Any
 ) -> None:
     async with make_engine() as engine:
-        stream = engine.generate(prompts[2], ENDLESS)
-        await leave(engine, stream)
-        assert stream.finish_reason == "abort"
-        generated = stream.usage.completion_tokens
+        with stepped(engine) as gate:
+            stream = engine.generate(prompts[2], ENDLESS)
+            gate.allow(3)
+            await leave(engine, stream)
+            assert stream.finish_reason == "abort"
         await settled(engine)
-        assert stream.usage.completion_tokens <= generated + 1
+        assert stream.usage.completion_tokens <= 3 + 1
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
         assert stats.num_free_blocks == stats.num_blocks
@@ -156,9 +157,11 @@ async def test_a_left_loop_cannot_be_resumed_by_accident(
     make_engine: MakeEngine, prompts: list[list[int]]
 ) -> None:
     async with make_engine() as engine:
-        stream = engine.generate(prompts[2], ENDLESS)
-        async for _ in stream:
-            break
+        with stepped(engine) as gate:
+            stream = engine.generate(prompts[2], ENDLESS)
+            gate.allow(1)
+            async for _ in stream:
+                break
         with pytest.raises(RuntimeError, match="anext"):
             async for _ in stream:
                 pass
@@ -170,19 +173,21 @@ async def test_a_dropped_stream_aborts(
     make_engine: MakeEngine, prompts: list[list[int]], in_thread: bool
 ) -> None:
     async with make_engine() as engine:
-        streams = [engine.generate(prompts[2], ENDLESS) for _ in range(3)]
-        states = [stream._state for stream in streams]
-        await anext(streams[0])
-        loop: list[Any] = [streams]
-        loop.append(loop)  # only the collector finds it
-        del streams, loop
-        if in_thread:
-            collector = threading.Thread(target=gc.collect)
-            collector.start()
-            collector.join()
-        else:
-            gc.collect()
-        assert all(state.aborted for state in states)
+        with stepped(engine) as gate:
+            streams = [engine.generate(prompts[2], ENDLESS) for _ in range(3)]
+            states = [stream._state for stream in streams]
+            gate.allow(1)
+            await anext(streams[0])
+            loop: list[Any] = [streams]
+            loop.append(loop)  # only the collector finds it
+            del streams, loop
+            if in_thread:
+                collector = threading.Thread(target=gc.collect)
+                collector.start()
+                collector.join()
+            else:
+                gc.collect()
+            assert all(state.aborted for state in states)
         await settled(engine)
         assert [state.finish_reason for state in states] == ["abort"] * 3
         assert engine.stats().num_free_blocks == engine.stats().num_blocks
@@ -210,7 +215,6 @@ async def test_a_finished_stream_sends_no_abort(
 @pytest.mark.anyio
 async def test_two_readers_at_once(make_engine: MakeEngine, prompts: list[list[int]]) -> None:
     async with make_engine() as engine:
-        stream = engine.generate(prompts[2], ENDLESS)
         errors: list[BaseException] = []
 
         async def read() -> None:
@@ -222,8 +226,8 @@ async def test_two_readers_at_once(make_engine: MakeEngine, prompts: list[list[i
             except StopAsyncIteration:
                 pass
 
-        with held_engine(engine):
-            await drain(stream)
+        with stepped(engine):
+            stream = engine.generate(prompts[2], ENDLESS)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(read)
                 tasks.start_soon(read)
@@ -235,9 +239,8 @@ async def test_abort_from_another_thread_wakes_the_reader(
     make_engine: MakeEngine, prompts: list[list[int]]
 ) -> None:
     async with make_engine() as engine:
-        stream = engine.generate(prompts[2], ENDLESS)
-        with held_engine(engine):
-            await drain(stream)
+        with stepped(engine):
+            stream = engine.generate(prompts[2], ENDLESS)
             async with anyio.create_task_group() as tasks:
 
                 async def read() -> None:
@@ -360,9 +363,8 @@ def test_a_closed_loop_does_not_break_the_engine(
     engine = make_engine()
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
-    stream = engine.generate(prompts[0], ENDLESS)
-    with held_engine(engine):
-        loop.run_until_complete(drain(stream))
+    with stepped(engine):
+        stream = engine.generate(prompts[0], ENDLESS)
         # Step the reader until it is parked, by hand, and leave it there.
         reader = stream.__anext__()
         task = loop.create_task(reader)

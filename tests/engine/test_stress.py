@@ -71,7 +71,7 @@ async def test_200_streams(
             complete += 1
         else:
             assert ids[:12] == expected[prompt_idx][: len(ids)]
-            assert stream.finish_reason == ("length" if len(ids) == 99 else "abort")
+            assert stream.finish_reason == "abort" or (way == "timeout" and len(ids) > 99 - 34)
 
     async with make_engine(num_blocks=64, max_buffered_tokens=32) as engine:
         ways = [rng.choice(WAYS) for _ in range(200)]

@@ -25,6 +25,12 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(BF16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def context() -> None:
+    """Opens the CUDA context before any test: what it holds stays for the life of the process."""
+    torch.zeros(1, device="cuda")
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from tinyvllm import AsyncEngine, SamplingParams, TokenStream
+from tinyvllm import AsyncEngine, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,29 +20,40 @@ async def settled(engine: AsyncEngine) -> None:
     await engine.generate([3], temperature=0.0, max_tokens=1).text()
 
 
-async def drain(stream: TokenStream) -> None:
-    """Read what is buffered, no more."""
-    while stream._state.buffer:
-        await anext(stream)
+class Gate:
+    """The engine thread passes it once per step, by permission."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._reached = threading.Event()
+
+    def allow(self, num_steps: int) -> None:
+        self._permits.release(num_steps)
+
+    def wait_reached(self) -> None:
+        """Until a step waits here: all commands given before it have been carried out."""
+        assert self._reached.wait(10), "no step was wanted"
+
+    def pass_one(self) -> None:
+        self._reached.set()
+        self._permits.acquire()
 
 
 @contextlib.contextmanager
-def held_engine(engine: AsyncEngine) -> Iterator[None]:
-    """The engine thread waits between two steps for as long as the block runs."""
-    assert engine._engine is not None
+def stepped(engine: AsyncEngine) -> Iterator[Gate]:
+    """In the block the engine takes only the steps that the gate allows."""
     core = engine._engine
-    held, go = threading.Event(), threading.Event()
+    assert core is not None
+    gate = Gate()
     step = core._step
 
-    def wait_and_step() -> None:
-        held.set()
-        go.wait()
+    def gated() -> None:
+        gate.pass_one()
         step()
 
-    core._step = wait_and_step  # type: ignore[method-assign]
+    core._step = gated  # type: ignore[method-assign]
     try:
-        assert held.wait(10), "nothing runs that could be held"
-        yield
+        yield gate
     finally:
-        core._step = step  # type: ignore[method-assign]
-        go.set()
+        del core._step
+        gate.allow(1)

@@ -29,6 +29,17 @@ class Ops(Protocol):
     name: str
     supports_graphs: bool
 
+    def advance_decode(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        seq_lens: Tensor,
+        step_idx: Tensor,
+        slot_mapping: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+    ) -> None: ...
     def embedding(self, out: Tensor, input_ids: Tensor, weight: Tensor) -> None: ...
     def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
     def add_rms_norm(

@@ -1,9 +1,9 @@
 """The handwritten kernels of `_C`: bfloat16 storage, float32 inside.
 
-An op called on CPU tensors runs on the process's thread pool with the GIL released; on CUDA tensors
-it is launched on torch's current stream. Arguments are checked at this border: a wrong dtype, shape,
-layout or device raises ValueError ("op: argument: expected ..., got ..."), a wrong index IndexError.
-csrc/ops.h documents every shape.
+An op called on CPU tensors runs on the process's thread pool with the GIL released; on CUDA
+tensors it is launched on torch's current stream. Arguments are checked at this border: a wrong
+dtype, shape, layout or device raises ValueError ("op: argument: expected ..., got ..."), a wrong
+index IndexError. csrc/ops.h documents every shape.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ except ImportError as error:
 name = "native"
 supports_graphs = True
 
+advance_decode = _C.advance_decode
 embedding = _C.embedding
 rms_norm = _C.rms_norm
 add_rms_norm = _C.add_rms_norm

@@ -33,6 +33,25 @@ _LINEAR_TOKENS = 16
 _GREEDY_BELOW = torch.tensor(1e-5).item()
 
 
+def advance_decode(
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    step_idx: Tensor,
+    slot_mapping: Tensor,
+    token_ids: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None:
+    """Starts a decode step: the drawn tokens are its input, every length grows by one."""
+    input_ids.copy_(token_ids)
+    for counter in (positions, seq_lens, step_idx):
+        counter.add_(1)
+    block_idx = (positions // block_size).long()
+    block_ids = block_tables.gather(1, block_idx[:, None])[:, 0]
+    slot_mapping.copy_(block_ids * block_size + positions % block_size)
+
+
 def embedding(out: Tensor, input_ids: Tensor, weight: Tensor) -> None:
     """out[t] = weight[input_ids[t]]."""
     out.copy_(weight[input_ids.long()])

@@ -1,0 +1,744 @@
+// Draws one token id from each row of logits; ../cpu/sample.cpp states what is drawn, exactly.
+//
+// Nothing is sorted but a few candidates, and the logits are read from memory once. A row is cut into
+// chunks of 2048 logits, one a warp, all in flight at once; lane l has logits 4l .. 4l+3 of each 128:
+//
+//   chunk   [lane 0 | lane 1 | .. | lane 31][lane 0 | lane 1 | ..   16 times, 64 logits a lane
+//
+//   1. Every warp   the maximum of each lane's 64 logits; without top_k also the chunk's maximum m and
+//                   sum of 2^((x - m) * scale). 33 numbers of 2048 are stored.
+//   2. The block that finishes a row's last chunk goes on alone, with all of the row's numbers:
+//        greedy       the lowest id that equals the maximum, in the first chunk that has it
+//        no filter    a chunk by the running sum of its sums, then a token within the chunk
+//        filters      a bound that no kept token is below, from the stored numbers:
+//                       top_k   the top_k-th largest lane maximum (a bin's width below it)
+//                       top_p   tokens lighter than (1 - top_p) / V of the total cannot be needed
+//                       min_p   its own logit
+//                     then the candidates: lanes whose maximum reaches the bound are read again.
+//                     They are sorted, cut, put in order of id, and summed up.
+//        crowds       More candidates than the list holds (flat logits, huge top_k): histograms over
+//                     the row, each 1024 times finer, until the bin with the border fits the list.
+//
+// Order. Logit and id make one 64-bit number, larger for what comes first, so there are no ties.
+// Weights are fp32; their sums are integers in units of 2^-42 of the largest weight: exact, so no
+// result depends on the order in which threads arrive. Chunk sums are fp32 of 2048 terms. The token
+// is that of the reference unless u or a border lands within about 1e-7 of a step.
+//
+// Memory. 37 KiB of shared memory a block, 256 threads, at most 85 registers: 3 blocks and 192 KiB
+// of loads per SM in flight. Workspace: 136 bytes for each chunk of each row.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "device.h"
+#include "ops.h"
+#include "tensor_cores.cuh"
+#include "workspace.h"
+
+namespace tinyvllm::cuda {
+namespace {
+
+using Mass = unsigned long long;   // a sum of weights, in units of 2^-42
+using Order = unsigned long long;  // a token: the logit's order, then the id's; larger comes first
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kChunk = 2048;
+constexpr int kLaneLogits = kChunk / 32;
+constexpr int kSteps = kLaneLogits / 4;
+constexpr int kBins = 1024;
+constexpr int kMaxListed = 2048;
+constexpr int kListedPerThread = kMaxListed / kThreads;
+constexpr int kMaxVocabSize = kBins * kChunk;  // so that the chunks' masses fit the bins, and 64 bits
+constexpr float kMassUnit = 0x1p42f;
+constexpr float kNone = -INFINITY;
+constexpr float kGreedyBelow = 1e-5f;
+constexpr unsigned kAllLanes = ~0u;
+
+struct SampleParams {
+  int32_t* token_ids;       // [R]
+  const float* logits;      // [R, vocab_size], row stride row_stride
+  const float* temperature;  // [R], as all that follow
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seeds;
+  const int32_t* step_idx;
+  float* lane_maxima;      // [R, num_chunks, 32]
+  float2* chunk_max_sum;   // [R, num_chunks]
+  uint32_t* chunks_done;   // [R]
+  int64_t row_stride;
+  int vocab_size, num_chunks;
+  bool vectors;  // every row begins at a multiple of 16 bytes
+};
+
+// The parameters of a row that decide what has to be summed up.
+struct RowParams {
+  float temperature, top_p, min_p;
+  int top_k;  // 0: all
+
+  __device__ RowParams(const SampleParams& p, int row)
+      : temperature(p.temperature[row]),
+        top_p(p.top_p[row]),
+        min_p(p.min_p[row]),
+        top_k(p.top_k[row]) {
+    if (top_k < 0 || top_k >= p.vocab_size) top_k = 0;
+  }
+
+  // NaN fails every comparison, so a NaN temperature or top_p is greedy.
+  __device__ bool is_greedy() const {
+    return !(temperature >= kGreedyBelow) || !(top_p > 0.0f) || top_k == 1;
+  }
+  __device__ bool needs_sums() const { return top_k == 0 && !is_greedy(); }
+  __device__ float scale_log2() const { return 1.44269504f / temperature; }
+};
+
+// ---- Numbers ------------------------------------------------------------------------------------
+
+// Philox4x32-10 (Salmon et al., SC 2011) of key `seed` and counter (step_idx, 0, 0, 0), as a number
+// in [0, 1) with 53 random bits.
+__device__ double uniform(int64_t seed, int32_t step_idx) {
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  uint32_t x[4] = {static_cast<uint32_t>(step_idx), 0, 0, 0};
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint32_t low0 = 0xD2511F53u * x[0], high0 = __umulhi(0xD2511F53u, x[0]);
+    const uint32_t low2 = 0xCD9E8D57u * x[2], high2 = __umulhi(0xCD9E8D57u, x[2]);
+    x[0] = high2 ^ x[1] ^ key0;
+    x[1] = low2;
+    x[2] = high0 ^ x[3] ^ key1;
+    x[3] = low0;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return static_cast<double>(static_cast<unsigned long long>(x[0]) << 21 | x[1] >> 11) * 0x1p-53;
+}
+
+// An integer that is ordered as the float is. Both zeros are one.
+__device__ __forceinline__ uint32_t rank_of(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ Order order_of(float x, int id) {
+  return static_cast<Order>(rank_of(x)) << 32 | (~0u - static_cast<uint32_t>(id));
+}
+
+__device__ __forceinline__ float logit_of(Order order) {
+  const uint32_t rank = static_cast<uint32_t>(order >> 32);
+  return __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
+}
+
+// Logits i .. i+3, i a multiple of 4; -inf for NaN and past the end.
+__device__ __forceinline__ float4 load_logits(const SampleParams& p, const float* row, int i) {
+  float4 x;
+  if (p.vectors && i + 4 <= p.vocab_size) {
+    x = *reinterpret_cast<const float4*>(row + i);
+  } else {
+    x.x = i < p.vocab_size ? row[i] : kNone;
+    x.y = i + 1 < p.vocab_size ? row[i + 1] : kNone;
+    x.z = i + 2 < p.vocab_size ? row[i + 2] : kNone;
+    x.w = i + 3 < p.vocab_size ? row[i + 3] : kNone;
+  }
+  // fmaxf drops a NaN.
+  return {fmaxf(x.x, kNone), fmaxf(x.y, kNone), fmaxf(x.z, kNone), fmaxf(x.w, kNone)};
+}
+
+// Bits that `range` must lose to be less than kBins.
+__device__ __forceinline__ int shift_for(unsigned long long range) {
+  return max(0, 64 - __clzll(static_cast<long long>(range)) - 10);
+}
+static_assert(kBins == 1 << 10);
+
+// ---- The block together -------------------------------------------------------------------------
+
+struct Shared {
+  Order list[kMaxListed];
+  Mass bin_mass[kBins];
+  uint32_t bin_count[kBins];
+  int lanes[kMaxListed];  // chunk * 32 + lane: whose maximum reaches the bound
+  unsigned long long warp_values[kWarps], warp_values2[kWarps];
+  int num_listed, num_lanes;
+  int found;  // a bin or an id
+  Mass found_mass;
+  uint32_t found_count;
+};
+
+template <typename T, typename Combine>
+__device__ T reduce_block(Shared& shared, T x, Combine combine) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(kAllLanes, x, step));
+  T* values = reinterpret_cast<T*>(shared.warp_values);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) values[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = values[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) x = combine(x, values[w]);
+  return x;
+}
+
+__device__ Mass sum_block(Shared& shared, Mass x) {
+  return reduce_block(shared, x, [](Mass a, Mass b) { return a + b; });
+}
+
+__device__ float max_block(Shared& shared, float x) {
+  return reduce_block(shared, x, [](float a, float b) { return fmaxf(a, b); });
+}
+
+__device__ int min_block(Shared& shared, int x) {
+  return reduce_block(shared, x, [](int a, int b) { return min(a, b); });
+}
+
+// The sum over the threads before this one.
+__device__ Mass sum_before(unsigned long long* warp_values, Mass x) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Mass inclusive = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Mass below = __shfl_up_sync(kAllLanes, inclusive, step);
+    if (lane >= step) inclusive += below;
+  }
+  __syncthreads();
+  if (lane == 31) warp_values[warp] = inclusive;
+  __syncthreads();
+  Mass before = inclusive - x;
+  for (int w = 0; w < warp; ++w) before += warp_values[w];
+  return before;
+}
+
+// Sorts the list, the first first. Its length is rounded up to a power of two with zeros.
+__device__ void sort_list(Shared& shared, int n) {
+  int padded = 2;
+  while (padded < n) padded *= 2;
+  for (int i = n + threadIdx.x; i < padded; i += kThreads) shared.list[i] = 0;
+  __syncthreads();
+  for (int run = 2; run <= padded; run *= 2) {
+    for (int step = run / 2; step > 0; step /= 2) {
+      for (int pair = threadIdx.x; pair < padded / 2; pair += kThreads) {
+        const int i = pair / step * step * 2 + pair % step, j = i + step;
+        const Order a = shared.list[i], b = shared.list[j];
+        if ((a < b) == ((i & run) == 0)) {
+          shared.list[i] = b;
+          shared.list[j] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// ---- The block that finishes a row ----------------------------------------------------------------
+
+class RowSampler {
+ public:
+  __device__ RowSampler(const SampleParams& params, Shared& shared, int row)
+      : p_(params),
+        shared_(shared),
+        logits_(params.logits + row * params.row_stride),
+        lane_maxima_(params.lane_maxima + static_cast<int64_t>(row) * params.num_chunks * 32),
+        chunk_max_sum_(params.chunk_max_sum + static_cast<int64_t>(row) * params.num_chunks),
+        row_(params, row),
+        scale_log2_(row_.scale_log2()),
+        u_(uniform(params.seeds[row], params.step_idx[row])) {}
+
+  __device__ int draw() {
+    largest_ = kNone;
+    for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
+      largest_ = fmaxf(largest_, __ldcg(chunk_max_sum_ + c).x);
+    }
+    largest_ = max_block(shared_, largest_);
+    if (row_.is_greedy() || !isfinite(largest_)) return first_largest();
+    if (row_.needs_sums()) {
+      sum_chunks();
+      if (!has_top_p() && !(row_.min_p > 0.0f)) return draw_from_row(0, true);
+    }
+    const uint32_t bound = lower_bound();
+    list_candidates(bound);
+    return shared_.num_listed <= kMaxListed ? draw_from_candidates() : draw_from_crowd(bound);
+  }
+
+ private:
+  __device__ bool has_top_k() const { return row_.top_k > 0; }
+  __device__ bool has_top_p() const { return row_.top_p < 1.0f; }
+  __device__ float weight_of(float logit) const {
+    return exp2_approx((logit - largest_) * scale_log2_);
+  }
+  __device__ Mass mass_of(float logit) const {
+    return __float2ull_rn(weight_of(logit) * kMassUnit);
+  }
+
+  // Lowest id that equals the largest logit.
+  __device__ int first_largest() {
+    if (largest_ == kNone) return 0;
+    int chunk = p_.num_chunks;
+    for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
+      if (__ldcg(chunk_max_sum_ + c).x == largest_) chunk = min(chunk, c);
+    }
+    chunk = min_block(shared_, chunk);
+    int id = p_.vocab_size;
+    for (int i = threadIdx.x * 4; i < kChunk; i += kThreads * 4) {
+      const float4 x = load_logits(p_, logits_, chunk * kChunk + i);
+      const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int c = 3; c >= 0; --c) {
+        if (values[c] == largest_) id = min(id, chunk * kChunk + i + c);
+      }
+    }
+    return min_block(shared_, id);
+  }
+
+  // bin_mass[c] = the mass of chunk c, as the warps summed it up; total_ = that of the row.
+  __device__ void sum_chunks() {
+    Mass sum = 0;
+    for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
+      const float2 max_sum = __ldcg(chunk_max_sum_ + c);
+      const Mass mass = __float2ull_rn(max_sum.y * weight_of(max_sum.x) * kMassUnit);
+      shared_.bin_mass[c] = mass;
+      sum += mass;
+    }
+    total_ = sum_block(shared_, sum);
+  }
+
+  // The bin in which the count (or the mass) of all bins from the highest down reaches `wanted`, and
+  // in found_count and found_mass what lies above it. Bin 0 if it never does.
+  __device__ int find_bin(bool by_mass, double wanted) {
+    constexpr int kEach = kBins / kThreads;
+    Mass mass = 0, count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int bin = kBins - 1 - (threadIdx.x * kEach + i);
+      mass += shared_.bin_mass[bin];
+      count += shared_.bin_count[bin];
+    }
+    mass = sum_before(shared_.warp_values, mass);
+    count = sum_before(shared_.warp_values2, count);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int bin = kBins - 1 - (threadIdx.x * kEach + i);
+      const Mass next_mass = mass + shared_.bin_mass[bin], next_count = count + shared_.bin_count[bin];
+      const bool before = static_cast<double>(by_mass ? mass : count) < wanted;
+      const bool after = static_cast<double>(by_mass ? next_mass : next_count) < wanted;
+      if (before && (!after || bin == 0)) {  // true once
+        shared_.found = bin;
+        shared_.found_mass = mass;
+        shared_.found_count = static_cast<uint32_t>(count);
+      }
+      mass = next_mass;
+      count = next_count;
+    }
+    __syncthreads();
+    return shared_.found;
+  }
+
+  __device__ void clear_bins() {
+    __syncthreads();
+    for (int b = threadIdx.x; b < kBins; b += kThreads) {
+      shared_.bin_mass[b] = 0;
+      shared_.bin_count[b] = 0;
+    }
+    __syncthreads();
+  }
+
+  // A rank that no kept token is below.
+  __device__ uint32_t lower_bound() {
+    const uint32_t least = rank_of(-3.4028235e38f), most = rank_of(largest_);  // not -inf: weight 0
+    if (has_top_k()) {
+      const int n = p_.num_chunks * 32;
+      uint32_t low = most;
+      for (int i = threadIdx.x; i < n; i += kThreads) {
+        const uint32_t rank = rank_of(__ldcg(lane_maxima_ + i));
+        if (rank >= least) low = min(low, rank);
+      }
+      low = reduce_block(shared_, low, [](uint32_t a, uint32_t b) { return min(a, b); });
+      const int shift = shift_for(most - low);
+      clear_bins();
+      for (int i = threadIdx.x; i < n; i += kThreads) {
+        const uint32_t rank = rank_of(__ldcg(lane_maxima_ + i));
+        if (rank >= low) atomicAdd(&shared_.bin_count[(rank - low) >> shift], 1u);
+      }
+      __syncthreads();
+      const int bin = find_bin(false, row_.top_k);
+      if (shared_.found_count + shared_.bin_count[bin] < static_cast<uint32_t>(row_.top_k)) return least;
+      const uint32_t bound = low + (static_cast<uint32_t>(bin) << shift);
+      return has_top_p() ? bound : max(bound, min_p_bound(least, most));
+    }
+    uint32_t bound = least;
+    if (has_top_p()) {
+      const float lightest = static_cast<float>(total_) / kMassUnit * (1.0f - row_.top_p) * 0.9f /
+                             static_cast<float>(p_.vocab_size);
+      bound = bound_of(lightest, least, most);
+    }
+    return max(bound, min_p_bound(least, most));
+  }
+
+  __device__ uint32_t min_p_bound(uint32_t least, uint32_t most) const {
+    return row_.min_p > 0.0f ? bound_of(row_.min_p * 0.9f, least, most) : least;
+  }
+
+  // The rank of a logit of about this weight; callers leave room for rounding.
+  __device__ uint32_t bound_of(float weight, uint32_t least, uint32_t most) const {
+    const float logit = largest_ + logf(weight) * row_.temperature;
+    return min(max(rank_of(logit), least), most);
+  }
+
+  // Lists every token from the bound on, in no order. Past kMaxListed they are only counted.
+  __device__ void list_candidates(uint32_t bound) {
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.num_listed = shared_.num_lanes = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p_.num_chunks * 32; i += kThreads) {
+      if (rank_of(__ldcg(lane_maxima_ + i)) < bound) continue;
+      const int at = atomicAdd(&shared_.num_lanes, 1);
+      if (at < kMaxListed) shared_.lanes[at] = i;
+    }
+    __syncthreads();
+    if (shared_.num_lanes > kMaxListed) {
+      if (threadIdx.x == 0) shared_.num_listed = shared_.num_lanes;
+      __syncthreads();
+      return;
+    }
+    const Order from = static_cast<Order>(bound) << 32;
+    const int n = shared_.num_lanes * kSteps;
+    for (int first = 0; first < n; first += 8 * kThreads) {
+      for (int i = first + threadIdx.x; i < min(n, first + 8 * kThreads); i += kThreads) {
+        const int lane = shared_.lanes[i / kSteps], step = i % kSteps;
+        list_within(lane / 32 * kChunk + step * 128 + lane % 32 * 4, from, ~Order{0});
+      }
+      __syncthreads();
+      if (shared_.num_listed > kMaxListed) break;  // a crowd
+      __syncthreads();
+    }
+  }
+
+  // Of logits i .. i+3 those in [low, high].
+  __device__ __forceinline__ void list_within(int i, Order low, Order high) {
+    const float4 x = load_logits(p_, logits_, i);
+    const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const Order order = order_of(values[c], i + c);
+      if (order < low || order > high) continue;
+      const int at = atomicAdd(&shared_.num_listed, 1);
+      if (at < kMaxListed) shared_.list[at] = order;
+    }
+  }
+
+  // How many listed tokens, in order, are needed for the mass to reach `wanted`, which is known to
+  // hold `above` without them; sets `mass` to what they have together. At least one.
+  __device__ int count_for_mass(int n, Mass above, double wanted, Mass& mass) {
+    Mass own = 0;
+    const int begin = threadIdx.x * kListedPerThread, end = min(n, begin + kListedPerThread);
+    for (int i = begin; i < end; ++i) own += mass_of(logit_of(shared_.list[i]));
+    Mass before = above + sum_before(shared_.warp_values, own);
+    Mass count = 0, kept = 0;
+    for (int i = begin; i < end; ++i) {
+      const Mass m = mass_of(logit_of(shared_.list[i]));
+      if (i == 0 || static_cast<double>(before) < wanted) {
+        ++count;
+        kept += m;
+      }
+      before += m;
+    }
+    mass = sum_block(shared_, kept);
+    return static_cast<int>(sum_block(shared_, count));
+  }
+
+  __device__ int draw_from_candidates() {
+    int n = shared_.num_listed;
+    sort_list(shared_, n);
+    constexpr double kAll = 1e300;
+    Mass mass;
+    if (has_top_k()) {
+      n = min(n, row_.top_k);
+      if (has_top_p()) count_for_mass(n, 0, kAll, total_);
+    }
+    if (has_top_p()) {
+      n = count_for_mass(n, 0, static_cast<double>(row_.top_p) * static_cast<double>(total_), mass);
+    }
+    // In order of id now: the high half of the number is that of the id, the low half the weight.
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const Order order = shared_.list[i];
+      const float weight = weight_of(logit_of(order));
+      shared_.list[i] =
+          order << 32 | (weight >= row_.min_p ? __float_as_uint(weight) : 0u);
+    }
+    sort_list(shared_, n);
+    Mass masses[kListedPerThread];
+    Mass own = 0;
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+      const int at = threadIdx.x * kListedPerThread + i;
+      const float weight = at < n ? __uint_as_float(static_cast<uint32_t>(shared_.list[at])) : 0.0f;
+      own += masses[i] = __float2ull_rn(weight * kMassUnit);
+    }
+    const Mass before = sum_before(shared_.warp_values, own), total = sum_block(shared_, own);
+    const int at = pick(masses, before, target_in(total));
+    return at < 0 ? first_largest() : static_cast<int>(~0u - static_cast<uint32_t>(shared_.list[at] >> 32));
+  }
+
+  // floor(u * total): the running sum must exceed it.
+  __device__ Mass target_in(Mass total) const {
+    const Mass target = static_cast<Mass>(u_ * static_cast<double>(total));
+    return total > 0 && target >= total ? total - 1 : target;  // u * total may round up to total
+  }
+
+  // The first index at which the running sum exceeds `target`; without one the last index that has
+  // any mass, or -1. Every thread brings kListedPerThread consecutive masses.
+  __device__ int pick(const Mass (&masses)[kListedPerThread], Mass before, Mass target) {
+    int first = kMaxListed, last = -1;
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+      const int at = threadIdx.x * kListedPerThread + i;
+      before += masses[i];
+      if (masses[i] == 0) continue;
+      last = at;
+      if (before > target) first = min(first, at);
+    }
+    first = min_block(shared_, first);
+    if (first < kMaxListed) return first;
+    return -min_block(shared_, -last);
+  }
+  static_assert(kListedPerThread * kThreads == kChunk, "pick serves the list and a chunk");
+
+  // Draws among all tokens from `cutoff` on, in order of id: a chunk, then a token in it. bin_mass
+  // holds the masses of the chunks if they are summed already.
+  __device__ int draw_from_row(Order cutoff, bool summed) {
+    const auto kept_mass = [&](float x, int id) -> Mass {
+      if (order_of(x, id) < cutoff || weight_of(x) < row_.min_p) return 0;
+      return mass_of(x);
+    };
+    if (!summed) {
+      __syncthreads();
+      for (int c = threadIdx.x / 32; c < p_.num_chunks; c += kWarps) {
+        Mass sum = 0;
+        for (int i = threadIdx.x % 32 * 4; i < kChunk; i += 128) {
+          const int id = c * kChunk + i;
+          const float4 x = load_logits(p_, logits_, id);
+          sum += kept_mass(x.x, id) + kept_mass(x.y, id + 1) + kept_mass(x.z, id + 2) +
+                 kept_mass(x.w, id + 3);
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+        if (threadIdx.x % 32 == 0) shared_.bin_mass[c] = sum;
+      }
+    }
+    __syncthreads();
+    constexpr int kEach = kBins / kThreads;
+    Mass own = 0;
+    for (int i = 0; i < kEach; ++i) {
+      const int c = threadIdx.x * kEach + i;
+      own += c < p_.num_chunks ? shared_.bin_mass[c] : 0;
+    }
+    Mass before = sum_before(shared_.warp_values, own);
+    const Mass total = sum_block(shared_, own), target = target_in(total);
+    if (total == 0) return first_largest();
+    for (int i = 0; i < kEach; ++i) {
+      const int c = threadIdx.x * kEach + i;
+      const Mass mass = c < p_.num_chunks ? shared_.bin_mass[c] : 0;
+      if (before <= target && target < before + mass) {  // true once
+        shared_.found = c;
+        shared_.found_mass = target - before;
+      }
+      before += mass;
+    }
+    __syncthreads();
+    const int first_id = shared_.found * kChunk;
+    Mass masses[kListedPerThread];
+    own = 0;
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; i += 4) {
+      const int id = first_id + threadIdx.x * kListedPerThread + i;
+      const float4 x = load_logits(p_, logits_, id);
+      own += masses[i] = kept_mass(x.x, id);
+      own += masses[i + 1] = kept_mass(x.y, id + 1);
+      own += masses[i + 2] = kept_mass(x.z, id + 2);
+      own += masses[i + 3] = kept_mass(x.w, id + 3);
+    }
+    const int at = pick(masses, sum_before(shared_.warp_values, own), shared_.found_mass);
+    return at < 0 ? first_largest() : first_id + at;
+  }
+
+  // The last token, in order, that is needed to reach `wanted` by count or mass, counted from the
+  // top of the row; it is in [low, high], and nothing is above that. Sets `mass` to that of the
+  // tokens up to it. Reads the row once for every factor of 1024 in the range.
+  __device__ Order cut_crowd(Order low, Order high, bool by_mass, double wanted, Mass& mass) {
+    Mass above = 0;
+    uint32_t count_above = 0, count_within;
+    do {
+      const int shift = shift_for(high - low);
+      clear_bins();
+      for (int i = threadIdx.x * 4; i < p_.vocab_size; i += kThreads * 4) {
+        const float4 x = load_logits(p_, logits_, i);
+        const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const Order order = order_of(values[c], i + c);
+          if (order < low || order > high) continue;
+          atomicAdd(&shared_.bin_count[(order - low) >> shift], 1u);
+          atomicAdd(&shared_.bin_mass[(order - low) >> shift], mass_of(values[c]));
+        }
+      }
+      __syncthreads();
+      const double rest =
+          wanted - (by_mass ? static_cast<double>(above) : static_cast<double>(count_above));
+      const int bin = find_bin(by_mass, rest);
+      above += shared_.found_mass;
+      count_above += shared_.found_count;
+      count_within = shared_.bin_count[bin];
+      low += static_cast<Order>(bin) << shift;
+      high = min(high, low + ((Order{1} << shift) - 1));
+    } while (count_within > kMaxListed);
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.num_listed = 0;
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < p_.vocab_size; i += kThreads * 4) list_within(i, low, high);
+    __syncthreads();
+    int n = shared_.num_listed;
+    sort_list(shared_, n);
+    if (!by_mass) {
+      n = min(n, max(1, static_cast<int>(wanted) - static_cast<int>(count_above)));
+      wanted = 1e300;
+    }
+    n = count_for_mass(n, above, wanted, mass);
+    mass += above;
+    return n > 0 ? shared_.list[n - 1] : low;
+  }
+
+  __device__ int draw_from_crowd(uint32_t bound) {
+    Order cutoff = static_cast<Order>(bound) << 32;
+    const Order first = static_cast<Order>(rank_of(largest_)) << 32 | ~0u;
+    if (has_top_k()) cutoff = cut_crowd(cutoff, first, false, row_.top_k, total_);
+    if (has_top_p()) {
+      Mass mass;
+      cutoff = cut_crowd(cutoff, first, true,
+                         static_cast<double>(row_.top_p) * static_cast<double>(total_), mass);
+    }
+    return draw_from_row(cutoff, false);
+  }
+
+  const SampleParams& p_;
+  Shared& shared_;
+  const float* const logits_;       // [vocab_size]
+  const float* const lane_maxima_;  // [num_chunks, 32]
+  const float2* const chunk_max_sum_;  // [num_chunks]
+  const RowParams row_;
+  const float scale_log2_;
+  const double u_;
+  float largest_;
+  Mass total_;  // of what top_p is a share of
+};
+
+// ---- Kernel and launcher ------------------------------------------------------------------------
+
+// Step 1: one chunk of one row.
+__device__ __forceinline__ void survey_chunk(const SampleParams& p, int row, int chunk) {
+  const float* logits = p.logits + row * p.row_stride;
+  const int lane = threadIdx.x % 32, first = chunk * kChunk + lane * 4;
+  float4 x[kSteps];
+  if (p.vectors && (chunk + 1) * kChunk <= p.vocab_size) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      x[i] = *reinterpret_cast<const float4*>(logits + first + i * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      x[i] = {fmaxf(x[i].x, kNone), fmaxf(x[i].y, kNone), fmaxf(x[i].z, kNone), fmaxf(x[i].w, kNone)};
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) x[i] = load_logits(p, logits, first + i * 128);
+  }
+  float largest = kNone;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    largest = fmaxf(largest, fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));
+  }
+  const int64_t at = static_cast<int64_t>(row) * p.num_chunks + chunk;
+  p.lane_maxima[at * 32 + lane] = largest;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  float sum = 0.0f;
+  const RowParams params(p, row);
+  if (params.needs_sums()) {
+    const float origin = largest == kNone ? 0.0f : largest, scale = params.scale_log2();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      sum += (exp2_approx((x[i].x - origin) * scale) + exp2_approx((x[i].y - origin) * scale)) +
+             (exp2_approx((x[i].z - origin) * scale) + exp2_approx((x[i].w - origin) * scale));
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  }
+  if (lane == 0) p.chunk_max_sum[at] = {largest, sum};
+}
+
+// Block (x, y) surveys chunks 8x .. 8x+7 of row y.
+__global__ void __launch_bounds__(kThreads, 3) sample_kernel(const __grid_constant__ SampleParams p) {
+  __shared__ Shared shared;
+  const int row = blockIdx.y, chunk = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (chunk < p.num_chunks) survey_chunk(p, row, chunk);
+  __threadfence();  // what was stored before the count
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const bool last = atomicAdd(p.chunks_done + row, 1u) == gridDim.x - 1;
+    if (last) p.chunks_done[row] = 0;
+    shared.found = last;
+  }
+  __syncthreads();
+  if (shared.found == 0) return;
+  __threadfence();
+  const int id = RowSampler(p, shared, row).draw();
+  if (threadIdx.x == 0) p.token_ids[row] = id;
+}
+
+}  // namespace
+
+void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& temperature,
+            const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
+            const Tensor& step_idx, Stream stream) {
+  const int64_t num_rows = logits.shape[0], vocab_size = logits.shape[1];
+  if (num_rows == 0 || vocab_size == 0) return;
+  if (vocab_size > kMaxVocabSize) {
+    throw std::invalid_argument("sample: expected a vocabulary of at most " +
+                                std::to_string(kMaxVocabSize) + ", got " +
+                                std::to_string(vocab_size));
+  }
+  const Workspace& memory = workspace();
+  const int64_t num_chunks = (vocab_size + kChunk - 1) / kChunk;
+  const int64_t row_bytes = num_chunks * static_cast<int64_t>(32 * sizeof(float) + sizeof(float2));
+  const int64_t max_rows = std::min<int64_t>(
+      {65535, static_cast<int64_t>(Workspace::kScratchBytes) / row_bytes,
+       static_cast<int64_t>(Workspace::kNumCounters)});
+  // More rows than the workspace holds go in turns.
+  for (int64_t first = 0; first < num_rows; first += max_rows) {
+    const int64_t rows = std::min(max_rows, num_rows - first);
+    SampleParams params{};
+    params.token_ids = token_ids.ptr<int32_t>() + first;
+    params.logits = logits.ptr<float>() + first * logits.strides[0];
+    params.temperature = temperature.ptr<float>() + first;
+    params.top_k = top_k.ptr<int32_t>() + first;
+    params.top_p = top_p.ptr<float>() + first;
+    params.min_p = min_p.ptr<float>() + first;
+    params.seeds = seeds.ptr<int64_t>() + first;
+    params.step_idx = step_idx.ptr<int32_t>() + first;
+    params.chunk_max_sum = static_cast<float2*>(memory.scratch);
+    params.lane_maxima = reinterpret_cast<float*>(params.chunk_max_sum + rows * num_chunks);
+    params.chunks_done = memory.counters;
+    params.row_stride = logits.strides[0];
+    params.vocab_size = static_cast<int>(vocab_size);
+    params.num_chunks = static_cast<int>(num_chunks);
+    params.vectors = reinterpret_cast<uintptr_t>(logits.data) % 16 == 0 &&
+                     (num_rows == 1 || logits.strides[0] % 4 == 0);
+    const dim3 grid(static_cast<unsigned>((num_chunks + kWarps - 1) / kWarps),
+                    static_cast<unsigned>(rows));
+    sample_kernel<<<grid, kThreads, 0, stream>>>(params);
+    check_launch("sample");
+  }
+}
+
+}  // namespace tinyvllm::cuda
