@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -379,10 +380,25 @@ class GraphRecorder {
     graph_.record(op, std::move(call));
   }
 
-  void replay() const {
+  // Returns at once; until wait(), the caller may do something else.
+  void launch() {
     check_ready();
+    if (launched_) throw py::value_error("launch: this graph runs already: wait() first");
+    launched_ = true;
+    task_.start();
+  }
+
+  double wait() {
+    if (!launched_) throw py::value_error("wait: launch() first");
+    launched_ = false;
     const GilReleased released;
-    graph_.replay();
+    task_.wait();
+    return seconds_;
+  }
+
+  double replay() {
+    launch();
+    return wait();
   }
 
   std::vector<std::pair<std::string, double>> replay_timed() const {
@@ -409,9 +425,19 @@ class GraphRecorder {
     if (state_ != State::kReady) throw py::value_error("replay: nothing was captured yet");
   }
 
+  void run() {
+    const auto start = std::chrono::steady_clock::now();
+    graph_.replay();
+    seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
   cpu::Graph graph_;
   std::vector<py::object> tensors_;
   State state_ = State::kNew;
+  bool launched_ = false;
+  double seconds_ = 0;
+  // Last: destroyed, and so finished, before what it works on.
+  cpu::Task task_{[this] { run(); }};
 };
 
 template <typename Cpu, typename Cuda>
@@ -470,8 +496,8 @@ void advance_decode(TensorArg input_ids, TensorArg positions, TensorArg seq_lens
   const Tensor step = row("step_idx", step_idx);
   const Tensor slot = row("slot_mapping", slot_mapping);
   const Tensor drawn = row("token_ids", token_ids);
-  const Tensor bt = op.tensor("block_tables", block_tables, {kI32}, {&S, &max_blocks},
-                              Layout::kRows);
+  const Tensor bt =
+      op.tensor("block_tables", block_tables, {kI32}, {&S, &max_blocks}, Layout::kRows);
   if (block_size < 1) op.fail("block_size", "1 or more", std::to_string(block_size));
   op.run([=] { cpu::advance_decode(ids, pos, len, step, slot, drawn, bt, block_size); },
          TINYVLLM_CUDA_CALL(
@@ -565,14 +591,24 @@ void silu_and_mul(TensorArg out, TensorArg gate_up) {
   op.run([=] { cpu::silu_and_mul(o, g); }, TINYVLLM_CUDA_CALL(cuda::silu_and_mul(o, g, stream)));
 }
 
+// The dimensions of a packed weight: 16 rows by 2 inputs on a CPU, by 32 on a GPU.
+struct PackedDims {
+  Dim strips, groups, rows = 16, inputs;
+
+  PackedDims(int64_t n, int64_t k, int64_t width)
+      : strips((n + 15) / 16), groups((k + width - 1) / width), inputs(width) {}
+  PackedDims(int64_t n, int64_t k, DeviceType device)
+      : PackedDims(n, k, int64_t{device == DeviceType::kCpu ? 2 : 32}) {}
+  Shape shape() { return {&strips, &groups, &rows, &inputs}; }
+};
+
 void pack_linear(TensorArg packed, TensorArg weight) {
   OpCall op("pack_linear");
   Dim N("N"), K("K");
   const Tensor w = op.tensor("weight", weight, {kBf16}, {&N, &K}, Layout::kRows);
-  Dim panels((N.size + 15) / 16), pairs((K.size + 1) / 2), rows(16), two(2);
-  const Tensor p =
-      op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two}, Layout::kContiguous);
-  op.run([=] { cpu::pack_linear(p, w); }, nullptr);
+  PackedDims d(N.size, K.size, w.device);
+  const Tensor p = op.tensor("packed", packed, {kBf16}, d.shape(), Layout::kContiguous);
+  op.run([=] { cpu::pack_linear(p, w); }, TINYVLLM_CUDA_CALL(cuda::pack_linear(p, w, stream)));
 }
 
 void linear(TensorArg out, TensorArg x, TensorArg packed, std::optional<TensorArg> bias) {
@@ -580,12 +616,12 @@ void linear(TensorArg out, TensorArg x, TensorArg packed, std::optional<TensorAr
   Dim T("T"), N("N"), K("K");
   const Tensor o = op.tensor("out", out, {kBf16, kF32}, {&T, &N}, Layout::kRows);
   const Tensor i = op.tensor("x", x, {kBf16}, {&T, &K}, Layout::kRows);
-  Dim panels((N.size + 15) / 16), pairs((K.size + 1) / 2), rows(16), two(2);
-  const Tensor w =
-      op.tensor("packed", packed, {kBf16}, {&panels, &pairs, &rows, &two}, Layout::kContiguous);
+  PackedDims d(N.size, K.size, o.device);
+  const Tensor w = op.tensor("packed", packed, {kBf16}, d.shape(), Layout::kContiguous);
   std::optional<Tensor> b;
   if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
-  op.run([=] { cpu::linear(o, i, w, b ? &*b : nullptr); }, nullptr);
+  op.run([=] { cpu::linear(o, i, w, b ? &*b : nullptr); },
+         TINYVLLM_CUDA_CALL(cuda::linear(o, i, w, b ? &*b : nullptr, stream)));
 }
 
 void gather_rows(TensorArg out, TensorArg x, TensorArg row_idx) {
@@ -680,6 +716,8 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", [](GraphRecorder& self, py::handle type, py::handle,
                           py::handle) { self.exit(!type.is_none()); })
       .def("replay", &GraphRecorder::replay)
+      .def("launch", &GraphRecorder::launch)
+      .def("wait", &GraphRecorder::wait)
       .def("replay_timed", &GraphRecorder::replay_timed)
       .def_property_readonly("num_ops", &GraphRecorder::num_ops);
 

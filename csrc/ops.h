@@ -50,7 +50,8 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
 void silu_and_mul(const Tensor& out, const Tensor& gate_up);
 
 // Rearranges weight [N,K] bf16 (row-major) into packed [ceil(N/16), ceil(K/2), 16, 2] bf16, zero
-// padded: 16 output rows x 2 inputs are one 64-byte line, what vdpbf16ps eats.
+// padded: 16 output rows x 2 inputs are one 64-byte line, what vdpbf16ps eats. On a GPU packed is
+// [ceil(N/16), ceil(K/32), 16, 32]: 16 output rows x 32 inputs are one tile (cuda/linear.cu).
 void pack_linear(const Tensor& packed, const Tensor& weight);
 
 // out = x @ weight.T (+ bias).  out [T,N] bf16 or f32; x [T,K] bf16; packed as above; bias [N] bf16
@@ -89,6 +90,11 @@ void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v
                                const Tensor& k_cache, const Tensor& v_cache, const Tensor& cos_sin,
                                const Tensor& positions, const Tensor& slot_mapping, Stream stream);
 void silu_and_mul(const Tensor& out, const Tensor& gate_up, Stream stream);
+// packed is constant: `linear` starts to read it while the kernels before it in the stream still
+// run, which is safe after pack_linear and after a synchronization.
+void pack_linear(const Tensor& packed, const Tensor& weight, Stream stream);
+void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias,
+            Stream stream);
 void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx, Stream stream);
 
 }  // namespace tinyvllm::cuda

@@ -3,14 +3,14 @@
     callers ──("add" | "abort" | "resume" | "close", state)──►  SimpleQueue  ──►  engine thread
        └──── text ────►  tokenizing thread  ──("add" | "reject", state)──►──┘
 
-    engine thread:  receive ─► schedule ─► build ─► launch ─► update ─► detokenize ─► publish ─┐
-                       ▲  blocked here, at no cost, while nothing can run                      │
-                       └───────────────────────────────────────────────────────────────────────┤
-    waking thread:  wake each loop whose readers are parked, during the next launch  ◄─────────┘
+    engine thread:  receive ─► schedule ─► build ─► launch ──────────────► collect ─► update ─┐
+                       ▲  blocked here, at no cost,    │ deliver the last step's tokens:       │
+                       │  while nothing can run        │ detokenize, publish                   │
+                       └───────────────────────────────┼───────────────────────────────────────┘
+    waking thread:     wake each loop whose readers are parked  ◄──────'
 
 Waking a loop is a system call that gives up the GIL, which the loop would then keep for as long as
 its readers run: done in the engine thread, it would cost every step that long.
-
 
 A SimpleQueue's put is reentrant and never waits, so a finalizer may abort from inside of anything.
 Bounds: at most `MAX_LIVE_STREAMS` requests wait or run; commands beside "add" are one per stream
@@ -111,6 +111,8 @@ class StepTimings:
     build: float = 0.0
     launch: float = 0.0
     """Around the ops, the ops themselves excluded."""
+    overlapped: float = 0.0
+    """The part of detokenize and publish that passed while ops ran."""
     ops: float = 0.0
     update: float = 0.0
     detokenize: float = 0.0
@@ -148,6 +150,8 @@ class Engine:
         self._seq_ids = itertools.count()
         self._closing = False
         self._reported = ("", 0)
+        # What a step drew: its entries, its output, when. Delivered during the next step's ops.
+        self._undelivered: tuple[list[ScheduledSequence], StepOutput, float] | None = None
         self._end: EngineError | None = None  # closed or dead: no request is taken any more
         self._idle_since: float | None = 0.0
         self._last_step = 0.0
@@ -162,6 +166,7 @@ class Engine:
             target=self._tokenize_texts, name="tinyvllm-tokenizer", daemon=True
         )
         self._parked: SimpleQueue[list[StreamState] | None] = SimpleQueue()
+        self._waking_error: BaseException | None = None
         self._waking = threading.Thread(
             target=self._wake_readers, name="tinyvllm-waker", daemon=True
         )
@@ -306,13 +311,19 @@ class Engine:
 
     def _wake_readers(self) -> None:
         """Resume the readers for whom a step had a token: one call per loop and step."""
-        while (states := self._parked.get()) is not None:
-            waiters = {state.waiter: state for state in states}
-            for waiter in wake([waiter for waiter in waiters if waiter is not None]):
-                # Its reader can never run again.
-                state = waiters[waiter]
-                logger.warning("the loop that read %s is closed: aborted", state.request_id)
-                state.abort()
+        states: list[StreamState] | None = None
+        try:
+            while (states := self._parked.get()) is not None:
+                waiters = {state.waiter: state for state in states}
+                for waiter in wake([waiter for waiter in waiters if waiter is not None]):
+                    # Its reader can never run again.
+                    state = waiters[waiter]
+                    logger.warning("the loop that read %s is closed: aborted", state.request_id)
+                    state.abort()
+        except BaseException as error:  # else every reader would wait for ever
+            self._waking_error = error
+            self._parked.put(states)
+            self._mailbox.put(("close", None))
 
     # --- Engine thread --------------------------------------------------------------------------
 
@@ -332,6 +343,7 @@ class Engine:
             try:
                 while self._receive():
                     self._step()
+                cause = self._waking_error
             except BaseException as error:
                 logger.exception("the engine thread failed")
                 cause = error
@@ -379,6 +391,7 @@ class Engine:
             if mailbox.empty():
                 if scheduler.has_work:
                     return True
+                self._deliver()
                 self._idle_since = perf_counter()
             command, state = mailbox.get()
             if self._idle_since is not None:
@@ -454,26 +467,48 @@ class Engine:
             self._note_admissions(schedule)
         batch = self._builder.build(schedule)
         built = perf_counter()
-        output = self._runner.launch(batch)
-        launched = perf_counter()
+        overlaps = self._runner.launch(batch)
+        delivering = self._deliver()  # the last step's tokens, while this step's ops run
+        output = self._runner.collect(batch)
+        collected = perf_counter()
         updated = self._scheduler.update(schedule, output.token_ids)
         self._num_steps += 1
         self._num_output_tokens += len(updated)
         self._last_step = drawn = perf_counter()
-        items = self._detokenize(updated, output)
-        detokenized = perf_counter()
-        self._publish(updated, items, drawn)
+        self._undelivered = updated, output, drawn
         timings = self.step_timings
         if timings is not None:
             timings.num_steps += 1
             timings.num_tokens += len(updated)
             timings.schedule += scheduled - start
             timings.build += built - scheduled
-            timings.launch += launched - built - output.ops_seconds
+            hidden = min(delivering, output.ops_seconds) if overlaps else 0.0
+            timings.overlapped += hidden
+            timings.launch += collected - built - output.ops_seconds - (delivering - hidden)
             timings.ops += output.ops_seconds
-            timings.update += drawn - launched
-            timings.detokenize += detokenized - drawn
-            timings.publish += perf_counter() - detokenized
+            timings.update += drawn - collected
+
+    def _deliver(self) -> float:
+        """Hand the tokens of the last step to their readers; returns the seconds it took.
+
+        A stop string is found here, when the next step may be under way: it costs one token that
+        `update` drops. Its blocks are free at once, yet nobody gets them before that step's end.
+        """
+        if self._undelivered is None:
+            return 0.0
+        start = perf_counter()
+        (updated, output, drawn), self._undelivered = self._undelivered, None
+        # A command since then may have ended some.
+        live = [entry.seq for entry in updated if not entry.seq.owner.finished]
+        items = self._detokenize(live, output)
+        detokenized = perf_counter()
+        self._publish(live, items, drawn)
+        end = perf_counter()
+        timings = self.step_timings
+        if timings is not None:
+            timings.detokenize += detokenized - start
+            timings.publish += end - detokenized
+        return end - start
 
     def _note_admissions(self, schedule: Schedule) -> None:
         now = perf_counter()
@@ -483,12 +518,12 @@ class Engine:
                 state.time_scheduled = now
                 state.cached_tokens = entry.seq.num_cached_tokens
 
-    def _detokenize(self, updated: list[ScheduledSequence], output: StepOutput) -> list[Any]:
+    def _detokenize(self, sequences: list[Sequence], output: StepOutput) -> list[Any]:
         """(text, token id, finish reason, logprobs) for each sequence that got a token."""
         items = []
         logprobs = output.logprobs
-        for row, (entry, token_id) in enumerate(zip(updated, output.token_ids, strict=True)):
-            seq = entry.seq
+        for seq in sequences:
+            token_id = seq.token_ids[-1]
             reason = seq.finish_reason
             detokenizer: Detokenizer = seq.owner.detokenizer
             if reason == "stop" and not self._shows_stop_token(seq, token_id):
@@ -500,19 +535,19 @@ class Engine:
                     reason = "stop"
                 elif reason is not None:
                     text += detokenizer.finish()
-            items.append((text, token_id, reason, logprobs.get(row) if logprobs else None))
+            items.append((text, token_id, reason, logprobs.get(seq.seq_id) if logprobs else None))
         return items
 
     def _shows_stop_token(self, seq: Sequence, token_id: int) -> bool:
         """A token that stops shows its text only on request, and an EOS never."""
         return seq.params.include_stop_str_in_output and token_id not in seq.eos_token_ids
 
-    def _publish(self, updated: list[ScheduledSequence], items: list[Any], now: float) -> None:
+    def _publish(self, sequences: list[Sequence], items: list[Any], now: float) -> None:
         """Append to the buffers, end what has finished, pause who lags, wake who waits."""
         parked: list[StreamState] = []
         max_buffered = self.config.max_buffered_tokens
-        for entry, item in zip(updated, items, strict=True):
-            state: StreamState = entry.seq.owner
+        for seq, item in zip(sequences, items, strict=True):
+            state: StreamState = seq.owner
             buffer = state.buffer
             state.completion_tokens += 1
             state.time_last_token = now
@@ -522,7 +557,7 @@ class Engine:
             if item[2] is not None:
                 del self._states[state.seq_id]
                 state.end(item[2])
-            elif len(buffer) > max_buffered:
+            elif len(buffer) >= max_buffered:  # one more may be under way
                 self._pause(state)
             waiter = state.waiter
             if waiter is not None and not waiter.notified:
@@ -562,12 +597,23 @@ class Engine:
         if cause is not None and not isinstance(cause, _StartCancelled):
             end = EngineDeadError(f"the engine thread failed: {type(cause).__name__}: {cause}")
             end.__cause__ = cause
+        try:
+            self._deliver()
+        except Exception:
+            if cause is None:
+                logger.exception("closing the engine")
         self._end = end
         if self._tokenizing.ident is not None:
             self._texts.put(None)
             self._tokenizing.join()
             self._parked.put(None)
             self._waking.join()
+            # If it failed: those whom it did not wake.
+            for _ in range(self._parked.qsize()):
+                for parked in self._parked.get() or ():
+                    if (waiter := parked.waiter) is not None:
+                        waiter.notified = False
+                    parked.wake_reader()
         queued = [self._mailbox.get()[1] for _ in range(self._mailbox.qsize())]
         queued += [self._texts.get() for _ in range(self._texts.qsize())]
         for state in (*self._states.values(), *queued):

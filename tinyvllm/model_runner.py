@@ -1,7 +1,8 @@
 """ModelRunner: weights, KV cache, activations and step graphs of one model; runs batches.
 
-    launch(batch):  (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
-                    replayed as one graph for pure decode, op by op otherwise
+    launch(batch), collect(batch):
+                    (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
+    one graph that runs beside the host for pure decode; op by op, in `collect`, otherwise
 
 Weights, KV pool and activations are allocated once, here; a step allocates nothing, except for
 log-probabilities, which only those pay who ask for them.
@@ -50,7 +51,7 @@ class StepOutput:
     token_ids: list[int]
     """One per row of logits."""
     logprobs: dict[int, Logprobs]
-    """Row -> (log-probability of its token, {id: log-probability} of the k most likely)."""
+    """seq_id -> (log-probability of its token, {id: log-probability} of the k most likely)."""
     ops_seconds: float
     """Time inside ops: what is left of a step is the host's."""
 
@@ -100,14 +101,22 @@ class ModelRunner:
         )
         self._use_graphs = self.ops.supports_graphs and not config.enforce_eager
         self._graphs: OrderedDict[int, Graph] = OrderedDict()
+        self._launched: Graph | None = None
 
-    def launch(self, batch: Batch) -> StepOutput:
-        """Run one step to its end and return its tokens. The GIL is free during native ops."""
-        if batch.is_pure_decode and self._use_graphs and not batch.special:
-            graph = self._decode_graph(batch)
-            start = perf_counter()
-            graph.replay()
-            ops_seconds = perf_counter() - start
+    def launch(self, batch: Batch) -> bool:
+        """Begin a step. True when it runs by itself until `collect`; False when `collect` runs it,
+        as for whatever is not a plain pure decode."""
+        if not batch.is_pure_decode or not self._use_graphs or batch.special:
+            return False
+        self._launched = self._decode_graph(batch)
+        self._launched.launch()
+        return True
+
+    def collect(self, batch: Batch) -> StepOutput:
+        """The result of the step that was launched. The GIL is free during native ops."""
+        if self._launched is not None:
+            graph, self._launched = self._launched, None
+            ops_seconds = graph.wait()
             return StepOutput(batch.drawn.tolist(), {}, ops_seconds)
         buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         start = perf_counter()
@@ -126,7 +135,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
-        self._graphs.clear()
+        self._launched = None
+        self._graphs.clear()  # waits for one that runs
         del self.model, self.kv_cache, self._buffers
 
     def _forward(self, batch: Batch, buffers: ForwardBuffers) -> None:
@@ -197,7 +207,7 @@ class ModelRunner:
             logprobs = torch.log_softmax(logits[row], dim=-1)
             top = torch.topk(logprobs, min(count, len(logprobs)))
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            result[row] = float(logprobs[token_ids[row]]), dict(pairs)
+            result[seq.seq_id] = float(logprobs[token_ids[row]]), dict(pairs)
         return result
 
     def _size_pool(self, config: EngineConfig) -> int:

@@ -158,6 +158,7 @@ void linear_many_tokens(const LinearParams& p, int64_t begin, int64_t end) {
 #include <vector>
 
 #include "../ops.h"
+#include "huge_pages.h"
 #include "isa.h"
 #include "simd.h"
 #include "thread_pool.h"
@@ -198,6 +199,7 @@ namespace tinyvllm::cpu {
 void pack_linear(const Tensor& packed, const Tensor& weight) {
   const int64_t n = weight.shape[0], k = weight.shape[1];
   const std::vector<bf16_t> zeros(n % kLineRows == 0 ? 0 : k);
+  advise_huge_pages(packed.data, packed.numel() * sizeof(bf16_t));
   const auto pack = TINYVLLM_DISPATCH(pack_block);
   parallel_for((n + kLineRows - 1) / kLineRows, 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {

@@ -72,7 +72,7 @@ typedef int32_t IntV __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t WordV __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t HalfV __attribute__((vector_size(kWidth * 2)));
 typedef float FloatMem __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-typedef uint32_t WordMem __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef uint32_t WordMem __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
 typedef uint16_t HalfMem __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
 
 TINYVLLM_INLINE FloatV fma(FloatV a, FloatV b, FloatV c) {

@@ -93,13 +93,6 @@ __device__ __forceinline__ void warp_copy(uint32_t to, const void* from, uint32_
 #endif
 }
 
-// Fetches into L2 only. One thread calls this.
-__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
-#if TINYVLLM_BULK_COPY
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // ---- Programmatic dependent launch ------------------------------------------------------------
 
 // Until here a kernel may only touch what no kernel before it in the stream writes.

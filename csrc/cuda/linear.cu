@@ -23,9 +23,10 @@
 //       ^                       | free again                                          v
 //       '-----------------------'                    ninth warp: adds 8 partial sums, finishes
 //
-// A chunk is some tiles of the warp's share of one strip. No warp waits for another until the
-// partial sums. The ring of a kernel is filled before it waits for the kernels before it, and it
-// lets the next kernel start before its own end: the memory never idles at the border.
+// A chunk is half of the warp's share of one strip, at most 4 KiB. No warp waits for another until
+// the partial sums. The ring of a kernel is filled before it waits for the kernels before it, and
+// it lets the next kernel start before its own end, so that the memory idles less at the border:
+// how much is left there is in NOTES.md. More than 16 tokens are several launches.
 //
 // Every output is summed in one order, fixed by N and K: the bits of a row depend neither on the
 // number of tokens nor on the other rows.
@@ -201,7 +202,8 @@ struct Cursor {
 
 // ---- The kernel -------------------------------------------------------------------------------
 
-// Two blocks fit on a multiprocessor, the second being the next kernel's: 96 registers a thread.
+// 96 registers a thread, so that two blocks fit on a multiprocessor where shared memory lets them;
+// with rings of 4 chunks it does not. Dynamic shared memory: SharedPlan.
 template <int kTokens, bool kOnePass>
 __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
     linear_kernel(const __grid_constant__ LinearParams p) {

@@ -16,33 +16,44 @@
 //   acc [16,head_dim] += bf16(p) v     where 4 lanes share a row, each with a sixteenth of s
 //
 // Within a split a row carries a running maximum m, a sum l and acc. Finished splits are merged in
-// ascending order. There are two kinds of work, with one arithmetic:
+// ascending order. A sequence with several queries makes row tiles, one with a single query (decode)
+// makes splits; the arithmetic is the same.
 //
-//   row tiles   A sequence with several queries, cut into 128 rows (64 for head_dim 128) of one kv
-//               head. A block: its 4 warps share the tiles of keys, which come through a ring of
-//               three stages (two), and each merges its rows' splits as it goes; the merged total
-//               waits in shared memory, 64 floats a thread.
-//   splits      A sequence with one query (decode) makes an item of every split and kv head: its
-//               `group` rows fill part of the 16. A warp, alone, with a ring of its own:
+//   attend_row_tiles_kernel   A block: 128 rows (64 for head_dim 128) of one kv head. Its 4 warps
+//     share the tiles of keys, which come through a ring of three stages (two), and each merges its
+//     rows' splits as it goes; the merged total waits in shared memory, 64 floats a thread.
 //
-//     memory --cp.async--> [q][k 0..15][k 16..31] .. [k 48..63][v 0..15] .. [q of the next item] ..
+//   attend_splits_kernel      A warp, alone: up to 16 rows, a run of consecutive splits of one query
+//     and kv head after the other, through a ring of its own that runs on into the next run:
 //
-//               A slot is 16 rows of 16-byte chunks, and the ring runs on into the next item, so
-//               about 18 KiB a warp, 144 KiB an SM, are always on their way. The parts go to the
-//               workspace; the last warp to finish one of a sequence and kv head merges them.
+//       memory --cp.async--> [q][k 0..63][v 0..63][k 64..127][v 64..127] .. [q of the next run] ..
+//
+//     The splits of all queries in a row are cut into equal ranges, one for every group of warps;
+//     the warps of a group take one kv head each, so that they read the same blocks together.
+//
+//       query   0              | 1        | 2     | 3                         (splits)
+//       range   [  group 0  ][  group 1  ][  group 2  ][  group 3  ]
+//
+//     Queries 2 lies in one range: its rows are merged and stored at once. Of the others every split
+//     goes to the workspace, and
+//
+//   merge_splits_kernel       merges them: a block for each query and kv head, a thread for each
+//     column. It is on the device before its predecessor ends, and has found its parts by then.
 //
 // A row's bits depend on the row alone, however its prompt was cut and whatever runs beside it:
 // boundaries are absolute, a row of an mma does not see the other rows, keys that a row may not see
 // add p = 0, and merging is the same fused multiply-adds wherever it is done. (v must be finite.)
 //
-// Work list. The grid is fixed (two blocks per SM, less when there cannot be so much work), so a
-// graph can hold it. Warps find their items by scanning the lengths, 32 sequences at a time. The
-// first items are dealt out, the others taken from counters, which the last block to finish resets.
+// Work list. The grids depend on the sizes of the tensors alone, so a graph can hold them; warps
+// find their work by scanning the lengths, 32 sequences at a time. A graph of S sequences and as
+// many tokens (decode) has no row tiles: should a sequence have several queries there after all,
+// each is a query of its own. The first row tiles are dealt out, longest first, the others taken from
+// a counter, which the last block to finish resets.
 //
-// Memory. Per block 80 KiB (head_dim 64) or 96 KiB (128) of shared memory; 128 threads, at most 255
-// registers. Workspace: group * (head_dim + 2) floats for each split in flight. When 32 sequences
-// have more splits than their share of it holds, their items are whole sequences: as right, less
-// parallel.
+// Memory. Row tiles: 128 threads, at most 255 registers, 80 KiB (head_dim 128: 96 KiB) of shared
+// memory; two blocks per SM. Splits: the numbers are at SplitSizes. Workspace: group * (head_dim + 2)
+// floats for each split of a query that is divided. When all of them would not fit, ranges end with
+// queries, and nothing is divided: as right, less parallel.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -50,7 +61,7 @@
 #include <string>
 
 #include "async_copy.cuh"
-#include "device.h"
+#include "launch.cuh"
 #include "ops.h"
 #include "tensor_cores.cuh"
 #include "workspace.h"
@@ -60,11 +71,11 @@ namespace {
 
 constexpr int kTileKeys = 64;
 constexpr int kSplitKeys = 256;
-constexpr int kSlotRows = 16;  // of a slot in a warp's ring
-constexpr int kTileSlots = kTileKeys / kSlotRows;
+constexpr int kSplitTiles = kSplitKeys / kTileKeys;
+constexpr int kBlockRows = 16;  // of an mma, and keys that surely lie in one block of the cache
+constexpr int kTileBlocks = kTileKeys / kBlockRows;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kMaxSplitRows = 16;  // a larger group goes by row tiles
 constexpr float kNone = -INFINITY;
 constexpr unsigned kAllLanes = ~0u;
 
@@ -78,9 +89,17 @@ struct Sizes {
   static constexpr int kTileBytes = kTileKeys * kRowBytes;   // of k or of v
   static constexpr int kTotals = kRowBlocks * kHeadDim / 2;  // floats of acc, for a thread
   static constexpr int kSharedBytes = kStages * 2 * kTileBytes + kThreads * kTotals * 4;
-  static constexpr int kSlotBytes = kSlotRows * kRowBytes;
-  static constexpr int kRing = kSharedBytes / kWarps / kSlotBytes;
   static_assert(kTileRows * kRowBytes <= 2 * kTileBytes, "the q of a row tile fits a stage");
+};
+
+// Of a warp's ring of slots, and of attend_splits_kernel: enough blocks for some 150 KiB on their
+// way per SM.
+template <int kHeadDim>
+struct SplitSizes {
+  static constexpr int kSlotBytes = kTileKeys * kHeadDim * 2;
+  static constexpr int kRing = 3;
+  static constexpr int kBlocksPerSm = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kSharedBytes = kWarps * kRing * kSlotBytes;
 };
 
 struct AttentionParams {
@@ -91,18 +110,20 @@ struct AttentionParams {
   const int32_t* block_tables;   // [S, max_blocks], row stride table_stride
   const int32_t* cu_seqlens_q;   // [S + 1]
   const int32_t* seq_lens;       // [S]
-  float* parts;                  // [slots, part_floats]: acc [group, head_dim], (m, l) [group, 2]
-  uint32_t* counters;            // next row tile, next split, blocks done, -, then [S, num_kv_heads]
+  float* parts;                  // [slots, part_floats]: acc [rows, head_dim], (m, l) [rows, 2]
+  uint32_t* counters;            // Counter
   int64_t out_stride, q_stride, table_stride;
   int num_seqs, num_kv_heads, group;
+  int head_units;   // num_kv_heads * ceil(group / 16): what a warp takes of a query
   int block_shift;  // log2(block_size)
   int window;       // <= 0: none
-  int part_floats;
-  int slots_per_32_seqs;
+  int part_floats, max_slots;
+  int split_warps;  // of attend_splits_kernel
+  bool only_splits;  // every query is a query of its own, there are no row tiles
   float scale_log2;  // softmax_scale * log2(e)
 };
 
-enum Counter { kNextRowTile, kNextSplit, kBlocksDone, kFirstPartCounter = 4 };
+enum Counter { kNextRowTile, kBlocksDone };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 
@@ -156,9 +177,9 @@ __device__ __forceinline__ void load_queries(Fragment4 (&q)[kHeadDim / 16], uint
   for (int k = 0; k < kHeadDim / 16; ++k) load_matrices(q[k], address ^ (k * 32));
 }
 
-// Columns 16 * slot .. of s: the products with 16 keys.
+// Columns 16 * block .. of s: the products with 16 keys.
 template <int kHeadDim, int kBlocks>
-__device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4], int slot,
+__device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4], int block,
                                            const QueryFragments<kHeadDim, kBlocks>& q,
                                            uint32_t keys) {
   const int lane = lane_id(), row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
@@ -166,7 +187,7 @@ __device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4]
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[b][2 * slot][i] = s[b][2 * slot + 1][i] = 0.0f;
+    for (int i = 0; i < 4; ++i) s[b][2 * block][i] = s[b][2 * block + 1][i] = 0.0f;
   }
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
@@ -174,8 +195,8 @@ __device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4]
     load_matrices(f, address ^ (k * 32));
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      multiply_add(s[b][2 * slot], q[b][k], f[0], f[1]);
-      multiply_add(s[b][2 * slot + 1], q[b][k], f[2], f[3]);
+      multiply_add(s[b][2 * block], q[b][k], f[0], f[1]);
+      multiply_add(s[b][2 * block + 1], q[b][k], f[2], f[3]);
     }
   }
 }
@@ -183,7 +204,7 @@ __device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4]
 // Adds p [rows,16] x 16 values.
 template <int kHeadDim, int kBlocks>
 __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
-                                           const Fragment4 (&p)[kBlocks][kTileSlots], int slot,
+                                           const Fragment4 (&p)[kBlocks][kTileBlocks], int block,
                                            uint32_t values) {
   const int lane = lane_id(), row = lane % 16, chunk = lane / 16;
   const uint32_t address = values + row * Sizes<kHeadDim>::kRowBytes + ((chunk ^ (lane % 8)) * 16);
@@ -193,8 +214,8 @@ __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
     load_matrices_transposed(f, address ^ (d * 32));
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      multiply_add(rows.acc[b][2 * d], p[b][slot], f[0], f[1]);
-      multiply_add(rows.acc[b][2 * d + 1], p[b][slot], f[2], f[3]);
+      multiply_add(rows.acc[b][2 * d], p[b][block], f[0], f[1]);
+      multiply_add(rows.acc[b][2 * d + 1], p[b][block], f[2], f[3]);
     }
   }
 }
@@ -203,7 +224,7 @@ __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
 // holds keys base + 8n + 2t, + 1 of s. A row sees keys (position - window, position]; kMasked is
 // for tiles that some row does not see in full.
 template <bool kMasked, int kHeadDim, int kBlocks>
-__device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileSlots],
+__device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks],
                                              float (&s)[kBlocks][kTileKeys / 8][4],
                                              Rows<kHeadDim, kBlocks>& rows,
                                              const int (&position)[kBlocks][2], int base,
@@ -285,111 +306,187 @@ __device__ __forceinline__ uint32_t finish(float low, float high, float inverse_
 
 // ---- The work list ------------------------------------------------------------------------------
 
-template <int kHeadDim>
-__device__ __forceinline__ int count_row_tiles(const AttentionParams& p, int q_len) {
-  if (q_len <= 0 || (q_len == 1 && p.group <= kMaxSplitRows)) return 0;
-  constexpr int kTileRows = Sizes<kHeadDim>::kTileRows;
-  return (q_len * p.group + kTileRows - 1) / kTileRows;
-}
-
 // The first key that a query at `position` sees.
 __device__ __forceinline__ int first_visible(const AttentionParams& p, int position) {
   return p.window > 0 ? max(0, position - p.window + 1) : 0;
 }
 
-__device__ __forceinline__ int count_splits(const AttentionParams& p, int q_len, int seq_len) {
-  if (q_len != 1 || p.group > kMaxSplitRows) return 0;
-  const int first = first_visible(p, seq_len - 1) / kSplitKeys;
-  return max(1, (seq_len + kSplitKeys - 1) / kSplitKeys - first);
+// The sum of x over the lanes up to this one.
+__device__ __forceinline__ int scan_lanes(int x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, x, step);
+    if (lane_id() >= step) x += below;
+  }
+  return x;
 }
 
-enum class Work { kRowTiles, kSplits };
+// What a sequence asks of the kernels. The queries that go by splits are alike: each is given the
+// tiles that any of them sees.
+struct Sequence {
+  int q_begin, q_len, seq_len;
+  int queries;                // that go by splits
+  int first_tile, num_tiles;  // of each of them
+  int row_tiles;
 
-// Finds items of one kind. Items are numbered sequence by sequence, and within a sequence kv heads
-// first, so that neighbours read the same blocks. All lanes call together.
-template <Work kWork, int kHeadDim>
-class WorkList {
- public:
-  __device__ explicit WorkList(const AttentionParams& params) : p_(params) {}
+  __device__ Sequence() : q_begin(0), q_len(0), seq_len(0), queries(0), num_tiles(0), row_tiles(0) {}
 
-  // `item` must not decrease from call to call. False when there are not so many.
-  __device__ bool find(int item) {
-    while (item >= end_item_) {
-      if (first_seq_ + 32 >= p_.num_seqs) return false;
-      load(first_seq_ + 32);
+  __device__ Sequence(const AttentionParams& p, int s, int tile_rows) : Sequence() {
+    if (s >= p.num_seqs) return;
+    q_begin = __ldg(p.cu_seqlens_q + s);
+    q_len = max(0, __ldg(p.cu_seqlens_q + s + 1) - q_begin);
+    seq_len = __ldg(p.seq_lens + s);
+    if (q_len == 1 || p.only_splits) {
+      queries = q_len;
+      first_tile = first_visible(p, seq_len - q_len) / kTileKeys;
+      num_tiles = max(1, (seq_len + kTileKeys - 1) / kTileKeys - first_tile);
+    } else {
+      row_tiles = (q_len * p.group + tile_rows - 1) / tile_rows;
     }
-    const int lane = __popc(__ballot_sync(kAllLanes, past_item_ <= item));
+  }
+
+  __device__ int num_splits() const { return splits_before(num_tiles); }
+
+  // Splits are cut at multiples of kSplitTiles, counted from the first key of the sequence.
+  __device__ int splits_before(int tile) const {
+    if (tile == 0) return 0;
+    return (first_tile + tile + kSplitTiles - 1) / kSplitTiles - first_tile / kSplitTiles;
+  }
+
+  // The first tile from `tile` on that begins a split.
+  __device__ int next_split(int tile) const {
+    if (tile == 0) return 0;
+    return (first_tile + tile + kSplitTiles - 1) / kSplitTiles * kSplitTiles - first_tile;
+  }
+};
+
+// Finds sequences by what they and those before them add up to, 32 at a time, one a lane. All lanes
+// call together, and what is sought must not decrease from call to call.
+class Sequences {
+ public:
+  __device__ Sequences(const AttentionParams& params, int tile_rows)
+      : p_(params), tile_rows_(tile_rows) {}
+
+  // The sequence of row tile `i` of all, counted once a kv head. False when there are not so many.
+  __device__ bool find_row_tile(int i) {
+    return find(i, row_tiles_);
+  }
+  // That of tile `i` of the queries that go by splits.
+  __device__ bool find_tile(int i) {
+    return find(i, tiles_);
+  }
+  // That of query `i` of those.
+  __device__ bool find_query(int i) {
+    return find(i, queries_);
+  }
+
+  int seq;            // found
+  Sequence sequence;  // the same
+  int row_tiles_before, tiles_before, queries_before, splits_before;  // in the sequences before it
+
+ private:
+  // A running sum: at the end of the 32, and up to and with this lane's sequence.
+  struct Sum {
+    int end = 0, past = 0;
+
+    __device__ void add(int x) {
+      past = end + scan_lanes(x);
+      end = __shfl_sync(kAllLanes, past, 31);
+    }
+  };
+
+  __device__ bool find(int i, const Sum& sum) {
+    while (i >= sum.end) {
+      if (first_seq_ + 32 >= p_.num_seqs) return false;
+      first_seq_ += 32;
+      mine_ = Sequence(p_, first_seq_ + lane_id(), tile_rows_);
+      row_tiles_.add(mine_.row_tiles);
+      tiles_.add(mine_.queries * mine_.num_tiles);
+      queries_.add(mine_.queries);
+      splits_.add(mine_.queries * mine_.num_splits());
+    }
+    const int lane = __popc(__ballot_sync(kAllLanes, sum.past <= i));
     seq = first_seq_ + lane;
-    q_begin = __shfl_sync(kAllLanes, lane_q_begin_, lane);
-    q_len = __shfl_sync(kAllLanes, lane_q_len_, lane);
-    seq_len = __shfl_sync(kAllLanes, lane_seq_len_, lane);
-    num_units = __shfl_sync(kAllLanes, lane_units_, lane);
-    const int index = item - (__shfl_sync(kAllLanes, past_item_, lane) - num_units * p_.num_kv_heads);
-    unit = index / p_.num_kv_heads;
-    kv_head = index % p_.num_kv_heads;
-    slot = first_seq_ / 32 * p_.slots_per_32_seqs + item - begin_item_;
+    const auto from = [lane](int x) { return __shfl_sync(kAllLanes, x, lane); };
+    sequence.q_begin = from(mine_.q_begin);
+    sequence.q_len = from(mine_.q_len);
+    sequence.seq_len = from(mine_.seq_len);
+    sequence.queries = from(mine_.queries);
+    sequence.first_tile = from(mine_.first_tile);
+    sequence.num_tiles = from(mine_.num_tiles);
+    sequence.row_tiles = from(mine_.row_tiles);
+    row_tiles_before = from(row_tiles_.past) - sequence.row_tiles;
+    tiles_before = from(tiles_.past) - sequence.queries * sequence.num_tiles;
+    queries_before = from(queries_.past) - sequence.queries;
+    splits_before = from(splits_.past) - sequence.queries * sequence.num_splits();
     return true;
   }
 
-  // Of the item found: its sequence, kv head, and which row tile or split of how many it is.
-  int seq, q_begin, q_len, seq_len, kv_head, unit, num_units;
-  int slot;             // for its part
-  bool whole = false;   // splits: the one item of a kv head is all of its splits
-
- private:
-  __device__ void load(int first_seq) {
-    first_seq_ = first_seq;
-    const int s = first_seq + lane_id();
-    lane_q_begin_ = lane_q_len_ = lane_seq_len_ = lane_units_ = 0;
-    if (s < p_.num_seqs) {
-      lane_q_begin_ = __ldg(p_.cu_seqlens_q + s);
-      lane_q_len_ = __ldg(p_.cu_seqlens_q + s + 1) - lane_q_begin_;
-      lane_seq_len_ = __ldg(p_.seq_lens + s);
-      lane_units_ = kWork == Work::kSplits ? count_splits(p_, lane_q_len_, lane_seq_len_)
-                                           : count_row_tiles<kHeadDim>(p_, lane_q_len_);
-    }
-    if (kWork == Work::kSplits) {
-      const int units = __reduce_add_sync(kAllLanes, lane_units_);
-      whole = units * p_.num_kv_heads > p_.slots_per_32_seqs;
-      if (whole) lane_units_ = min(lane_units_, 1);
-    }
-    begin_item_ = end_item_;
-    past_item_ = lane_units_ * p_.num_kv_heads;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(kAllLanes, past_item_, step);
-      if (lane_id() >= step) past_item_ += below;
-    }
-    past_item_ += begin_item_;
-    end_item_ = __shfl_sync(kAllLanes, past_item_, 31);
-  }
-
   const AttentionParams& p_;
-  int first_seq_ = -32;  // of the 32 sequences in the lanes
-  int lane_q_begin_, lane_q_len_, lane_seq_len_, lane_units_;
-  int past_item_ = 0;                   // the items up to and with this lane's sequence
-  int begin_item_ = 0, end_item_ = 0;  // of the 32
+  const int tile_rows_;
+  int first_seq_ = -32;  // of the 32
+  Sequence mine_;
+  Sum row_tiles_, tiles_, queries_, splits_;
 };
 
-// A row of the block table, 32 entries of it in the lanes. Only entries [first, past) are read.
-struct BlockTable {
-  const int32_t* row;
-  int first, past;
-  int base = -32, entry;
+// Copies 16 keys, or values, of one kv head: where block_tables says they are. A group of lanes takes
+// a row, 16 bytes a lane.
+template <int kHeadDim, int kRows>
+class BlockCopier {
+  static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
 
-  // The address of key `key`, a multiple of 16, in a cache. All lanes call together.
-  template <int kHeadDim>
-  __device__ __forceinline__ int64_t offset_of(const AttentionParams& p, int key, int kv_head) {
-    const int block = key >> p.block_shift;
-    if (static_cast<unsigned>(block - base) >= 32u) {
-      base = block;
-      const int i = base + lane_id();
-      entry = i >= first && i < past ? __ldg(row + i) : 0;
-    }
-    const int64_t id = __shfl_sync(kAllLanes, entry, block - base);
-    const int64_t token = (id << p.block_shift) + (key & ((1 << p.block_shift) - 1));
-    return (token * p.num_kv_heads + kv_head) * kHeadDim;
+ public:
+  // Copies rows `row` + kRows * i; needs all lanes.
+  __device__ BlockCopier(const AttentionParams& p, int row, int chunk)
+      : p_(p), row_(row), chunk_(chunk), token_elements_(p.num_kv_heads * kHeadDim) {}
+
+  // Of sequence `seq`; nothing but keys [first, past) is read, of the table neither.
+  __device__ __forceinline__ void open(int seq, int kv_head, int first, int past) {
+    table_ = p_.block_tables + seq * p_.table_stride;
+    lane_offset_ = kv_head * kHeadDim + row_ * token_elements_ + chunk_ * 8;
+    first_ = first;
+    past_ = past;
+    base_ = -32;
   }
+
+  // Where this lane's part of keys [key, key + 16) begins; key is a multiple of 16.
+  __device__ __forceinline__ int64_t offset_of(int key) {
+    const int block = key >> p_.block_shift;
+    if (static_cast<unsigned>(block - base_) >= 32u) {
+      base_ = block;
+      const int i = block + lane_id();
+      const bool needed = i >= first_ >> p_.block_shift && (i << p_.block_shift) < past_;
+      entry_ = needed ? __ldg(table_ + i) : 0;
+    }
+    const int id = __shfl_sync(kAllLanes, entry_, block - base_);
+    const int within = key & ((1 << p_.block_shift) - 1);
+    return static_cast<int64_t>(id) * (token_elements_ << p_.block_shift) +
+           (within * token_elements_ + lane_offset_);
+  }
+
+  __device__ __forceinline__ void copy(uint32_t to, const __nv_bfloat16* cache, int64_t offset,
+                                       int key) const {
+    const __nv_bfloat16* from = cache + offset;
+    const bool whole = key >= first_ && key + kBlockRows <= past_;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += kRows) {
+      const int row = row_ + i;
+      const uint32_t place = to + row * kHeadDim * 2 + ((chunk_ ^ (row % 8)) * 16);
+      if (whole) {
+        copy_16_async(place, from);
+      } else {
+        copy_16_async(place, from, key + row >= first_ && key + row < past_);
+      }
+      from += kRows * token_elements_;
+    }
+  }
+
+ private:
+  const AttentionParams& p_;
+  const int row_, chunk_, token_elements_;
+  const int32_t* table_;
+  int lane_offset_, first_, past_;
+  int base_, entry_;  // lane l holds entry base_ + l
 };
 
 // ---- Row tiles ----------------------------------------------------------------------------------
@@ -405,7 +502,8 @@ class RowTiles {
       : p_(params),
         stages_(shared_address(shared)),
         totals_(reinterpret_cast<float4*>(shared + kStages * 2 * Size::kTileBytes) + threadIdx.x),
-        work_(params) {}
+        sequences_(params, Size::kTileRows),
+        copier_(params, threadIdx.x / Size::kChunks, threadIdx.x % Size::kChunks) {}
 
   __device__ void run(int num_items) {
     __shared__ int next_item;
@@ -415,8 +513,8 @@ class RowTiles {
       if (taking && threadIdx.x == 0) {
         taken = gridDim.x + static_cast<int>(atomicAdd(p_.counters + kNextRowTile, 1u));
       }
-      work_.find(item);
-      attend();
+      sequences_.find_row_tile(item / p_.num_kv_heads);
+      attend(item / p_.num_kv_heads - sequences_.row_tiles_before, item % p_.num_kv_heads);
       __syncthreads();  // the stages are free, and so is next_item
       if (threadIdx.x == 0) next_item = taken;
       __syncthreads();
@@ -424,16 +522,17 @@ class RowTiles {
   }
 
  private:
-  __device__ void attend() {
+  __device__ void attend(int row_tile, int kv_head) {
+    const Sequence& sequence = sequences_.sequence;
+    kv_head_ = kv_head;
     // The longest first: the last row tile sees most keys.
-    const int first_row = (work_.num_units - 1 - work_.unit) * Size::kTileRows;
-    const int last_row = min(first_row + Size::kTileRows, work_.q_len * p_.group) - 1;
-    const int first_position = work_.seq_len - work_.q_len;
+    const int first_row = (sequence.row_tiles - 1 - row_tile) * Size::kTileRows;
+    const int last_row = min(first_row + Size::kTileRows, sequence.q_len * p_.group) - 1;
+    const int first_position = sequence.seq_len - sequence.q_len;
     first_key_ = first_visible(p_, first_position + first_row / p_.group);
     past_key_ = max(0, first_position + last_row / p_.group + 1);
     const int begin = first_key_ / kTileKeys, end = (past_key_ + kTileKeys - 1) / kTileKeys;
-    table_ = {p_.block_tables + work_.seq * p_.table_stride, first_key_ >> p_.block_shift,
-              (past_key_ + (1 << p_.block_shift) - 1) >> p_.block_shift};
+    copier_.open(sequences_.seq, kv_head, first_key_, past_key_);
 
     const int warp = threadIdx.x / 32, warp_row = first_row + warp * kBlocks * 16;
     int position[kBlocks][2];
@@ -503,8 +602,8 @@ class RowTiles {
     for (int i = 0; i < Size::kTileRows / kRows; ++i) {
       const int row = threadIdx.x / Size::kChunks + i * kRows;
       const int at = min(first_row + row, last_row);
-      const int64_t token = work_.q_begin + at / p_.group;
-      const int head = work_.kv_head * p_.group + at % p_.group;
+      const int64_t token = sequences_.sequence.q_begin + at / p_.group;
+      const int head = kv_head_ * p_.group + at % p_.group;
       copy_16_async(to + row * Size::kRowBytes + ((chunk ^ (row % 8)) * 16),
                     p_.q + token * p_.q_stride + head * kHeadDim + chunk * 8,
                     first_row + row <= last_row);
@@ -512,20 +611,13 @@ class RowTiles {
   }
 
   __device__ void copy_tile(int tile, int stage) {
-    constexpr int kRows = kThreads / Size::kChunks;  // at a time: a divisor of 16
-    const int chunk = threadIdx.x % Size::kChunks;
     const uint32_t to = stages_ + stage * 2 * Size::kTileBytes;
-    const int64_t token_stride = static_cast<int64_t>(p_.num_kv_heads) * kHeadDim;
 #pragma unroll
-    for (int i = 0; i < kTileKeys / kRows; ++i) {
-      const int row = threadIdx.x / Size::kChunks + i * kRows;
-      const int key = tile * kTileKeys + row, slot = tile * kTileKeys + i * kRows / kSlotRows * kSlotRows;
-      const int64_t at = table_.offset_of<kHeadDim>(p_, slot, work_.kv_head) +
-                         (key - slot) * token_stride + chunk * 8;
-      const bool valid = key >= first_key_ && key < past_key_;
-      const uint32_t place = to + row * Size::kRowBytes + ((chunk ^ (row % 8)) * 16);
-      copy_16_async(place, p_.k_cache + at, valid);
-      copy_16_async(place + Size::kTileBytes, p_.v_cache + at, valid);
+    for (int i = 0; i < kTileKeys; i += kBlockRows) {
+      const int key = tile * kTileKeys + i;
+      const int64_t offset = copier_.offset_of(key);
+      copier_.copy(to + i * Size::kRowBytes, p_.k_cache, offset, key);
+      copier_.copy(to + i * Size::kRowBytes + Size::kTileBytes, p_.v_cache, offset, key);
     }
   }
 
@@ -535,18 +627,18 @@ class RowTiles {
                                               int base, bool masked) {
     float s[kBlocks][kTileKeys / 8][4];
 #pragma unroll
-    for (int i = 0; i < kTileSlots; ++i) {
-      score_keys<kHeadDim, kBlocks>(s, i, q, stage + i * Size::kSlotBytes);
+    for (int i = 0; i < kTileBlocks; ++i) {
+      score_keys<kHeadDim, kBlocks>(s, i, q, stage + i * kBlockRows * Size::kRowBytes);
     }
-    Fragment4 p[kBlocks][kTileSlots];
+    Fragment4 p[kBlocks][kTileBlocks];
     if (masked) {
       softmax_step<true>(p, s, rows, position, base, p_.window, p_.scale_log2);
     } else {
       softmax_step<false>(p, s, rows, position, base, p_.window, p_.scale_log2);
     }
 #pragma unroll
-    for (int i = 0; i < kTileSlots; ++i) {
-      add_values<kHeadDim, kBlocks>(rows, p, i, stage + Size::kTileBytes + i * Size::kSlotBytes);
+    for (int i = 0; i < kTileBlocks; ++i) {
+      add_values<kHeadDim, kBlocks>(rows, p, i, stage + Size::kTileBytes + i * kBlockRows * Size::kRowBytes);
     }
   }
 
@@ -600,8 +692,8 @@ class RowTiles {
         const int row = warp_row + b * 16 + lane_id() / 4 + h * 8;
         if (row > last_row) continue;
         const float inverse_sum = inverse(rows.sum[b][h]);
-        const int64_t token = work_.q_begin + row / p_.group;
-        const int head = work_.kv_head * p_.group + row % p_.group;
+        const int64_t token = sequences_.sequence.q_begin + row / p_.group;
+        const int head = kv_head_ * p_.group + row % p_.group;
         auto* out = reinterpret_cast<uint32_t*>(p_.out + token * p_.out_stride + head * kHeadDim) +
                     lane_id() % 4;
 #pragma unroll
@@ -615,59 +707,152 @@ class RowTiles {
   const AttentionParams& p_;
   const uint32_t stages_;  // [kStages][k, v][kTileKeys rows]
   float4* const totals_;   // this thread's, kThreads apart
-  WorkList<Work::kRowTiles, kHeadDim> work_;
-  BlockTable table_;
-  int first_key_, past_key_;  // of the item
+  Sequences sequences_;
+  BlockCopier<kHeadDim, kThreads / Size::kChunks> copier_;
+  int kv_head_, first_key_, past_key_;  // of the item
   bool has_total_;
   float total_max_[kBlocks][2], total_sum_[kBlocks][2];
 };
 
 // ---- Splits -------------------------------------------------------------------------------------
 
-// What the consumer must know of an item; lies beside the slot with its q.
-struct alignas(16) SplitItem {
-  int token;  // -1: the stream ends here
-  int seq, kv_head;
-  int position;    // of the query
-  int begin, end;  // keys; begin is that of a tile
-  int num_parts, slot, first_slot;
+// How the queries' splits are divided over groups of warps: group g takes the splits that begin in
+// its range of the tiles of all queries.
+struct Division {
+  int64_t tiles = 0;
+  int groups;
+  bool divided;  // else ranges end with queries
+
+  // All lanes together.
+  __device__ explicit Division(const AttentionParams& p) {
+    int lane_tiles = 0, lane_splits = 0;
+    for (int s = lane_id(); s < p.num_seqs; s += 32) {
+      const Sequence sequence(p, s, 1);
+      lane_tiles += sequence.queries * sequence.num_tiles;
+      lane_splits += sequence.queries * sequence.num_splits();
+    }
+    tiles = __reduce_add_sync(kAllLanes, lane_tiles);
+    const int splits = __reduce_add_sync(kAllLanes, lane_splits);
+    groups = max(1, min(p.split_warps / p.head_units, splits));
+    divided = static_cast<int64_t>(splits) * p.head_units <= p.max_slots;
+  }
+
+  __device__ int begin_of(int group) const { return static_cast<int>(tiles * group / groups); }
+  __device__ int group_of(int tile) const {
+    return static_cast<int>(((int64_t{tile} + 1) * groups - 1) / tiles);
+  }
 };
 
-// Writes the stream of a warp into its ring: for each item q, then the k and v of each of its tiles.
+// Up to 16 rows: query heads of one token that share a kv head.
+struct HeadUnit {
+  int index, kv_head, first_head, rows;
+
+  __device__ HeadUnit(const AttentionParams& p, int i) : index(i) {
+    const int units = p.head_units / p.num_kv_heads, first_row = i % units * kBlockRows;
+    kv_head = i / units;
+    first_head = kv_head * p.group + first_row;
+    rows = min(kBlockRows, p.group - first_row);
+  }
+};
+
+// Consecutive splits of one query. Lies beside the slot with its q.
+struct alignas(16) Run {
+  int token;  // -1: the stream ends here
+  int seq, position;
+  int begin, end;          // keys that it sees; begin is that of a tile
+  int first_split, splits;  // of kSplitKeys keys
+  int slot;                // of its first split; -1: all splits of the query are here
+};
+
+// Finds the runs of a warp. Not inlined, so that what it remembers stays out of the registers of the
+// loops that it is called from, rarely.
+class RunFinder {
+ public:
+  __device__ RunFinder(const AttentionParams& params, const Division& division, int group, int unit)
+      : p_(params),
+        divided_(division.divided),
+        unit_(unit),
+        next_tile_(division.begin_of(group)),
+        past_tile_(division.begin_of(group + 1)),
+        sequences_(params, 1) {}
+
+  // False at the end of the range. All lanes together.
+  __device__ __noinline__ bool next(Run& run) {
+    while (next_tile_ < past_tile_ && sequences_.find_tile(next_tile_)) {
+      const Sequence& sequence = sequences_.sequence;
+      const int num_tiles = sequence.num_tiles;
+      const int query = (next_tile_ - sequences_.tiles_before) / num_tiles;
+      const int origin = sequences_.tiles_before + query * num_tiles;
+      int tile = min(num_tiles, sequence.next_split(next_tile_ - origin));
+      int past = min(num_tiles, sequence.next_split(min(num_tiles, past_tile_ - origin)));
+      if (!divided_) {
+        if (tile > 0) tile = num_tiles;
+        past = num_tiles;
+      }
+      next_tile_ = origin + max(tile, past);
+      if (tile >= past) continue;
+
+      run.seq = sequences_.seq;
+      run.token = sequence.q_begin + query;
+      run.position = sequence.seq_len - sequence.q_len + query;
+      run.begin = max((sequence.first_tile + tile) * kTileKeys,
+                      first_visible(p_, run.position) / kTileKeys * kTileKeys);
+      run.end = min((sequence.first_tile + past) * kTileKeys, run.position + 1);
+      run.first_split = (sequence.first_tile + tile) / kSplitTiles;
+      const int before = sequence.splits_before(tile);
+      run.splits = sequence.splits_before(past) - before;
+      run.slot = tile == 0 && past == num_tiles
+                     ? -1
+                     : (sequences_.splits_before + query * sequence.num_splits() + before) *
+                               p_.head_units + unit_;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const AttentionParams& p_;
+  const bool divided_;
+  const int unit_;
+  int next_tile_;  // where the next run may begin
+  const int past_tile_;
+  Sequences sequences_;
+};
+
+// Writes the stream of a warp into its ring: for each run q, then the k and v of each of its tiles.
 template <int kHeadDim>
 class SplitProducer {
-  using Size = Sizes<kHeadDim>;
+  using Size = SplitSizes<kHeadDim>;
+  static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
+  static constexpr int kRows = 32 / kChunks;  // that a warp copies at a time
 
  public:
-  __device__ SplitProducer(const AttentionParams& params, uint32_t ring, SplitItem* items,
-                           bool taking)
+  __device__ SplitProducer(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
+                           uint32_t ring, Run* runs)
       : p_(params),
+        unit_(unit),
+        finder_(finder),
         ring_(ring),
-        items_(items),
-        taking_(taking),
-        num_warps_(gridDim.x * kWarps),
-        next_item_(threadIdx.x / 32 * gridDim.x + blockIdx.x),  // neighbours on different SMs
-        work_(params) {}
+        runs_(runs),
+        copier_(params, lane_id() / kChunks, lane_id() % kChunks) {}
 
   // Fills the next slot, in a group of copies of its own.
   __device__ __forceinline__ void step() {
     const uint32_t to = ring_ + slot_ * Size::kSlotBytes;
-    if (next_ == Next::kItem) {
-      open_item(to);
+    if (next_ == Next::kRun) {
+      open_run(to);
     } else if (next_ != Next::kNothing) {
-      const int64_t at = table_.offset_of<kHeadDim>(p_, key_, kv_head_);
-      copy_rows(to, (next_ == Next::kKeys ? p_.k_cache : p_.v_cache) + at,
-                static_cast<int64_t>(p_.num_kv_heads) * kHeadDim, first_key_ - key_,
-                past_key_ - key_);
-      key_ += kSlotRows;
-      if (key_ >= min(tile_ + kTileKeys, past_key_)) {
-        if (next_ == Next::kKeys) {
-          next_ = Next::kValues;
-        } else {
-          tile_ += kTileKeys;
-          next_ = tile_ < past_key_ ? Next::kKeys : Next::kItem;
-        }
-        key_ = tile_;
+      const __nv_bfloat16* cache = next_ == Next::kKeys ? p_.k_cache : p_.v_cache;
+#pragma unroll
+      for (int i = 0; i < kTileKeys; i += kBlockRows) {
+        if (tile_ + i >= past_key_) break;
+        copier_.copy(to + i * kHeadDim * 2, cache, copier_.offset_of(tile_ + i), tile_ + i);
+      }
+      if (next_ == Next::kKeys) {
+        next_ = Next::kValues;
+      } else {
+        tile_ += kTileKeys;
+        next_ = tile_ < past_key_ ? Next::kKeys : Next::kRun;
       }
     }
     commit_copies();
@@ -675,82 +860,57 @@ class SplitProducer {
   }
 
  private:
-  enum class Next { kItem, kKeys, kValues, kNothing };
+  enum class Next { kRun, kKeys, kValues, kNothing };
 
-  __device__ void open_item(uint32_t to) {
-    SplitItem item{.token = -1};
-    if (next_item_ >= 0 && work_.find(next_item_)) {
-      item.token = work_.q_begin;
-      item.seq = work_.seq;
-      item.kv_head = kv_head_ = work_.kv_head;
-      item.position = work_.seq_len - 1;
-      item.num_parts = work_.num_units;
-      item.slot = work_.slot;
-      item.first_slot = work_.slot - work_.unit * p_.num_kv_heads;
-      first_key_ = first_visible(p_, item.position);
-      const int split = first_key_ / kSplitKeys + work_.unit;
-      item.begin = max(split * kSplitKeys, first_key_ / kTileKeys * kTileKeys);
-      item.end = work_.whole ? work_.seq_len : min((split + 1) * kSplitKeys, work_.seq_len);
-      past_key_ = item.end;
-      tile_ = key_ = item.begin;
-      next_ = tile_ < past_key_ ? Next::kKeys : Next::kItem;
-      table_ = {p_.block_tables + item.seq * p_.table_stride, first_key_ >> p_.block_shift,
-                (past_key_ + (1 << p_.block_shift) - 1) >> p_.block_shift};
-      copy_rows(to, p_.q + item.token * p_.q_stride + item.kv_head * p_.group * kHeadDim, kHeadDim, 0,
-                p_.group);
-      int taken = -1;
-      if (taking_ && lane_id() == 0) {
-        taken = num_warps_ + static_cast<int>(atomicAdd(p_.counters + kNextSplit, 1u));
+  __device__ void open_run(uint32_t to) {
+    Run run{};
+    if (finder_.next(run)) {
+      past_key_ = run.end;
+      tile_ = run.begin;
+      next_ = tile_ < past_key_ ? Next::kKeys : Next::kRun;
+      copier_.open(run.seq, unit_.kv_head, first_visible(p_, run.position), past_key_);
+      const __nv_bfloat16* q = p_.q + run.token * p_.q_stride + unit_.first_head * kHeadDim;
+#pragma unroll
+      for (int i = 0; i < kBlockRows; i += kRows) {
+        const int row = lane_id() / kChunks + i, chunk = lane_id() % kChunks;
+        copy_16_async(to + row * kHeadDim * 2 + ((chunk ^ (row % 8)) * 16),
+                      q + row * kHeadDim + chunk * 8, row < unit_.rows);
       }
-      next_item_ = __shfl_sync(kAllLanes, taken, 0);
     } else {
+      run.token = -1;
       next_ = Next::kNothing;
     }
-    if (lane_id() == 0) items_[slot_] = item;
-  }
-
-  // 16 rows; rows outside [first, past) become zeros and are not read.
-  __device__ __forceinline__ void copy_rows(uint32_t to, const __nv_bfloat16* from,
-                                            int64_t row_stride, int first, int past) {
-    constexpr int kRows = 32 / Size::kChunks;  // at a time
-    const int chunk = lane_id() % Size::kChunks;
-#pragma unroll
-    for (int i = 0; i < kSlotRows / kRows; ++i) {
-      const int row = lane_id() / Size::kChunks + i * kRows;
-      copy_16_async(to + row * Size::kRowBytes + ((chunk ^ (row % 8)) * 16),
-                    from + row * row_stride + chunk * 8, row >= first && row < past);
-    }
+    if (lane_id() == 0) runs_[slot_] = run;
   }
 
   const AttentionParams& p_;
+  const HeadUnit& unit_;
+  RunFinder& finder_;
   const uint32_t ring_;
-  SplitItem* const items_;
-  const bool taking_;
-  const int num_warps_;
-  int next_item_;  // -1: none
-  WorkList<Work::kSplits, kHeadDim> work_;
-  BlockTable table_;
-  Next next_ = Next::kItem;
+  Run* const runs_;
+  BlockCopier<kHeadDim, kRows> copier_;
+  Next next_ = Next::kRun;
   int slot_ = 0;
-  int kv_head_, first_key_, past_key_, tile_, key_;  // of the item, and where it is
+  int past_key_, tile_;  // of the run, and where it is
 };
 
 template <int kHeadDim>
 class Splits {
-  using Size = Sizes<kHeadDim>;
+  using Size = SplitSizes<kHeadDim>;
 
  public:
-  __device__ Splits(const AttentionParams& params, uint32_t ring, SplitItem* items, bool taking)
-      : p_(params), ring_(ring), items_(items), producer_(params, ring, items, taking) {}
+  __device__ Splits(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
+                    uint32_t ring, Run* runs)
+      : p_(params), unit_(unit), ring_(ring), runs_(runs), producer_(params, unit, finder, ring, runs) {}
 
-  __device__ void run() {
+  __device__ void attend() {
     for (int i = 0; i < Size::kRing - 1; ++i) producer_.step();
     for (;;) {
       const int opened = slot_;
       const uint32_t queries = next_slot();
-      const SplitItem item = items_[opened];
-      if (item.token < 0) break;
-      attend(item, queries);
+      const Run run = runs_[opened];
+      if (run.token < 0) break;
+      attend(run, queries);
     }
   }
 
@@ -765,44 +925,51 @@ class Splits {
     return address;
   }
 
-  __device__ void attend(const SplitItem& item, uint32_t queries) {
+  __device__ void attend(const Run& run, uint32_t queries) {
     QueryFragments<kHeadDim, 1> q;
     load_queries<kHeadDim>(q[0], queries);
-    const int position[1][2] = {{item.position, item.position}};
     Rows<kHeadDim, 1> rows, total;
-    rows.reset();
     total.reset();
-    for (int base = item.begin; base < item.end; base += kTileKeys) {
-      const int slots = min(kTileSlots, (item.end - base + kSlotRows - 1) / kSlotRows);
-      float s[1][kTileKeys / 8][4] = {};
-#pragma unroll
-      for (int i = 0; i < kTileSlots; ++i) {
-        if (i < slots) score_keys<kHeadDim, 1>(s, i, q, next_slot());
+    for (int i = 0; i < run.splits; ++i) {
+      const int split_begin = (run.first_split + i) * kSplitKeys;
+      const int end = min(run.end, split_begin + kSplitKeys);
+      rows.reset();
+      for (int base = max(run.begin, split_begin); base < end; base += kTileKeys) {
+        attend_tile(rows, q, run.position, base, end);
       }
-      Fragment4 p[1][kTileSlots];
-      if (base + kTileKeys > item.end ||
-          (p_.window > 0 && base <= item.position - p_.window)) {
-        softmax_step<true>(p, s, rows, position, base, p_.window, p_.scale_log2);
-      } else {
-        softmax_step<false>(p, s, rows, position, base, p_.window, p_.scale_log2);
-      }
-#pragma unroll
-      for (int i = 0; i < kTileSlots; ++i) {
-        if (i < slots) add_values<kHeadDim, 1>(rows, p, i, next_slot());
-      }
-      if ((base + kTileKeys) % kSplitKeys == 0 && base + kTileKeys < item.end) {
-        rows.sum_lanes();
+      rows.sum_lanes();
+      if (run.slot < 0) {
         merge_into(total, rows);
-        rows.reset();
+      } else {
+        store_part(run.slot + i * p_.head_units, rows);
       }
     }
-    rows.sum_lanes();
-    if (item.num_parts > 1) {
-      store_part(item, rows);
-      if (is_last_part(item)) combine_parts(item);
+    if (run.slot < 0) store_rows(run.token, total);
+  }
+
+  __device__ __forceinline__ void attend_tile(Rows<kHeadDim, 1>& rows,
+                                              const QueryFragments<kHeadDim, 1>& q, int position,
+                                              int base, int end) {
+    const int blocks = (end - base + kBlockRows - 1) / kBlockRows;
+    float s[1][kTileKeys / 8][4] = {};
+    const uint32_t keys = next_slot();
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+      if (i < blocks) score_keys<kHeadDim, 1>(s, i, q, keys + i * kBlockRows * kHeadDim * 2);
+    }
+    Fragment4 p[1][kTileBlocks];
+    const int positions[1][2] = {{position, position}};
+    if (base + kTileKeys > end || (p_.window > 0 && base <= position - p_.window)) {
+      softmax_step<true>(p, s, rows, positions, base, p_.window, p_.scale_log2);
     } else {
-      merge_into(total, rows);
-      store_rows(item, total);
+      softmax_step<false>(p, s, rows, positions, base, p_.window, p_.scale_log2);
+    }
+    const uint32_t values = next_slot();
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+      if (i < blocks) {
+        add_values<kHeadDim, 1>(rows, p, i, values + i * kBlockRows * kHeadDim * 2);
+      }
     }
   }
 
@@ -823,17 +990,15 @@ class Splits {
     }
   }
 
-  __device__ __nv_bfloat16* out_row(const SplitItem& item, int row) const {
-    return p_.out + item.token * p_.out_stride + (item.kv_head * p_.group + row) * kHeadDim;
-  }
-
-  __device__ __forceinline__ void store_rows(const SplitItem& item, const Rows<kHeadDim, 1>& rows) {
+  __device__ __forceinline__ void store_rows(int token, const Rows<kHeadDim, 1>& rows) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = lane_id() / 4 + h * 8;
-      if (row >= p_.group) continue;
+      if (row >= unit_.rows) continue;
       const float inverse_sum = inverse(rows.sum[0][h]);
-      auto* out = reinterpret_cast<uint32_t*>(out_row(item, row)) + lane_id() % 4;
+      auto* out = reinterpret_cast<uint32_t*>(p_.out + token * p_.out_stride +
+                                              (unit_.first_head + row) * kHeadDim) +
+                  lane_id() % 4;
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         out[n * 4] = finish(rows.acc[0][n][2 * h], rows.acc[0][n][2 * h + 1], inverse_sum);
@@ -841,134 +1006,158 @@ class Splits {
     }
   }
 
-  __device__ __forceinline__ void store_part(const SplitItem& item, const Rows<kHeadDim, 1>& rows) {
-    float* part = p_.parts + static_cast<int64_t>(item.slot) * p_.part_floats;
+  __device__ __forceinline__ void store_part(int slot, const Rows<kHeadDim, 1>& rows) {
+    float* part = p_.parts + static_cast<int64_t>(slot) * p_.part_floats;
+    const int part_rows = min(p_.group, kBlockRows);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = lane_id() / 4 + h * 8;
-      if (row >= p_.group) continue;
+      if (row >= unit_.rows) continue;
       auto* acc = reinterpret_cast<float2*>(part + row * kHeadDim) + lane_id() % 4;
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         acc[n * 4] = {rows.acc[0][n][2 * h], rows.acc[0][n][2 * h + 1]};
       }
       if (lane_id() % 4 == 0) {
-        reinterpret_cast<float2*>(part + p_.group * kHeadDim)[row] = {rows.max[0][h],
-                                                                     rows.sum[0][h]};
+        reinterpret_cast<float2*>(part + part_rows * kHeadDim)[row] = {rows.max[0][h],
+                                                                       rows.sum[0][h]};
       }
-    }
-  }
-
-  // True in the warp that finishes the last part of a sequence and kv head; it sees all parts.
-  __device__ __forceinline__ bool is_last_part(const SplitItem& item) {
-    __threadfence();  // the parts before the count
-    __syncwarp();
-    bool last = false;
-    if (lane_id() == 0) {
-      uint32_t* counter =
-          p_.counters + kFirstPartCounter + item.seq * p_.num_kv_heads + item.kv_head;
-      last = atomicAdd(counter, 1u) == static_cast<uint32_t>(item.num_parts) - 1;
-      if (last) *counter = 0;
-    }
-    last = __shfl_sync(kAllLanes, last, 0);
-    if (last) __threadfence();
-    return last;
-  }
-
-  // Merges parts in ascending order, four columns a lane, kAhead parts loaded at a time.
-  __device__ void combine_parts(const SplitItem& item) {
-    constexpr int kAhead = 8;
-    const int64_t stride = static_cast<int64_t>(p_.num_kv_heads) * p_.part_floats;
-    const float* parts = p_.parts + static_cast<int64_t>(item.first_slot) * p_.part_floats;
-    for (int i = lane_id() * 4; i < p_.group * kHeadDim; i += 32 * 4) {
-      const int row = i / kHeadDim;
-      const float* acc = parts + i;
-      const float* max_sum = parts + p_.group * kHeadDim + row * 2;
-      float4 total{};
-      float total_max = kNone, total_sum = 0.0f;
-      for (int first = 0; first < item.num_parts; first += kAhead) {
-        float4 part[kAhead];
-        float2 part_max_sum[kAhead];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (first + j >= item.num_parts) break;
-          part[j] = __ldcg(reinterpret_cast<const float4*>(acc + (first + j) * stride));
-          part_max_sum[j] = __ldcg(reinterpret_cast<const float2*>(max_sum + (first + j) * stride));
-        }
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (first + j >= item.num_parts) break;
-          const Merge merge(total_max, part_max_sum[j].x);
-          total = {merge(total.x, part[j].x), merge(total.y, part[j].y), merge(total.z, part[j].z),
-                   merge(total.w, part[j].w)};
-          total_sum = merge(total_sum, part_max_sum[j].y);
-          total_max = merge.max;
-        }
-      }
-      const float inverse_sum = inverse(total_sum);
-      *reinterpret_cast<uint2*>(out_row(item, row) + i % kHeadDim) = {
-          finish(total.x, total.y, inverse_sum), finish(total.z, total.w, inverse_sum)};
     }
   }
 
   const AttentionParams& p_;
+  const HeadUnit& unit_;
   const uint32_t ring_;
-  SplitItem* const items_;
+  Run* const runs_;
   int slot_ = 0;
   SplitProducer<kHeadDim> producer_;
 };
 
-// ---- Kernel and launcher ------------------------------------------------------------------------
+// ---- Kernels and launcher -----------------------------------------------------------------------
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 2)
-    paged_attention_kernel(const __grid_constant__ AttentionParams p) {
-  using Size = Sizes<kHeadDim>;
+    attend_row_tiles_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ SplitItem items[kWarps][Size::kRing];
   wait_for_previous_kernels();
   let_next_kernel_start();
-
-  int row_tiles = 0, splits = 0;
+  int row_tiles = 0;
   for (int s = lane_id(); s < p.num_seqs; s += 32) {
-    const int q_len = __ldg(p.cu_seqlens_q + s + 1) - __ldg(p.cu_seqlens_q + s);
-    row_tiles += count_row_tiles<kHeadDim>(p, q_len);
-    splits += count_splits(p, q_len, __ldg(p.seq_lens + s));
+    row_tiles += Sequence(p, s, Sizes<kHeadDim>::kTileRows).row_tiles;
   }
   row_tiles = __reduce_add_sync(kAllLanes, row_tiles) * p.num_kv_heads;
-  splits = __reduce_add_sync(kAllLanes, splits) * p.num_kv_heads;
-  const bool taking_splits = splits > static_cast<int>(gridDim.x) * kWarps;
-
-  if (row_tiles > 0) {
-    RowTiles<kHeadDim>(p, shared).run(row_tiles);
-    __syncthreads();
-  }
-  if (splits > 0) {
-    const int warp = threadIdx.x / 32;
-    const uint32_t ring = shared_address(shared) + warp * Size::kRing * Size::kSlotBytes;
-    Splits<kHeadDim>(p, ring, items[warp], taking_splits).run();
-  }
-  if (row_tiles > static_cast<int>(gridDim.x) || taking_splits) {
-    __syncthreads();  // this block takes no more
-    if (threadIdx.x == 0 && atomicAdd(p.counters + kBlocksDone, 1u) == gridDim.x - 1) {
-      p.counters[kNextRowTile] = p.counters[kNextSplit] = p.counters[kBlocksDone] = 0;
+  RowTiles<kHeadDim>(p, shared).run(row_tiles);
+  if (row_tiles > static_cast<int>(gridDim.x) && threadIdx.x == 0) {
+    // This block takes no more.
+    if (atomicAdd(p.counters + kBlocksDone, 1u) == gridDim.x - 1) {
+      p.counters[kNextRowTile] = p.counters[kBlocksDone] = 0;
     }
   }
 }
 
 template <int kHeadDim>
-void launch(const AttentionParams& params, int64_t num_tokens, int64_t max_keys, Stream stream) {
+__global__ void __launch_bounds__(kThreads, SplitSizes<kHeadDim>::kBlocksPerSm)
+    attend_splits_kernel(const __grid_constant__ AttentionParams p) {
+  using Size = SplitSizes<kHeadDim>;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ Run runs[kWarps][Size::kRing];
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const Division division(p);
+  // Neighbouring warps, those of one group, are on different multiprocessors.
+  const int warp_in_block = threadIdx.x / 32, warp = warp_in_block * gridDim.x + blockIdx.x;
+  const int group = warp / p.head_units;
+  if (division.tiles == 0 || group >= division.groups) return;
+  const HeadUnit unit(p, warp % p.head_units);
+  const uint32_t ring = shared_address(shared) + warp_in_block * Size::kRing * Size::kSlotBytes;
+  RunFinder finder(p, division, group, unit.index);
+  Splits<kHeadDim>(p, unit, finder, ring, runs[warp_in_block]).attend();
+}
+
+constexpr int kMergeThreads = 512;
+
+// Block (i, u): head unit u of query i of those that go by splits.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_splits_kernel(const __grid_constant__ AttentionParams p) {
+  const Division division(p);
+  Sequences sequences(p, 1);
+  bool divided = false;
+  int token = 0, splits = 0, slot = 0;
+  if (division.divided && sequences.find_query(blockIdx.x)) {
+    const Sequence& sequence = sequences.sequence;
+    const int query = blockIdx.x - sequences.queries_before;
+    const int first = sequences.tiles_before + query * sequence.num_tiles;
+    splits = sequence.num_splits();
+    const int last_split = splits == 1 ? 0
+                                       : (sequence.first_tile + sequence.num_tiles - 1) /
+                                                 kSplitTiles * kSplitTiles - sequence.first_tile;
+    divided = division.group_of(first) != division.group_of(first + last_split);
+    token = sequence.q_begin + query;
+    slot = (sequences.splits_before + query * splits) * p.head_units + blockIdx.y;
+  }
+  wait_for_previous_kernels();  // every block: the next kernel relies on the ones before this, too
+  let_next_kernel_start();
+  if (!divided) return;
+
+  constexpr int kAhead = 16;  // parts on their way
+  const HeadUnit unit(p, blockIdx.y);
+  const int64_t stride = static_cast<int64_t>(p.head_units) * p.part_floats;
+  const float* parts = p.parts + static_cast<int64_t>(slot) * p.part_floats;
+  const float* max_sums = parts + min(p.group, kBlockRows) * kHeadDim;
+  for (int i = threadIdx.x; i < unit.rows * kHeadDim; i += blockDim.x) {
+    const int row = i / kHeadDim, column = i % kHeadDim;
+    float total = 0.0f, total_max = kNone, total_sum = 0.0f;
+    for (int first = 0; first < splits; first += kAhead) {
+      float part[kAhead];
+      float2 max_sum[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int64_t at = min(first + j, splits - 1) * stride;
+        part[j] = parts[at + i];
+        max_sum[j] = *reinterpret_cast<const float2*>(max_sums + at + row * 2);
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (first + j >= splits) break;
+        const Merge merge(total_max, max_sum[j].x);
+        total = merge(total, part[j]);
+        total_sum = merge(total_sum, max_sum[j].y);
+        total_max = merge.max;
+      }
+    }
+    p.out[token * p.out_stride + (unit.first_head + row) * kHeadDim + column] =
+        __float2bfloat16_rn(__fmaf_rn(total, inverse(total_sum), 0.0f));
+  }
+}
+
+template <int kHeadDim>
+void launch(AttentionParams params, int64_t num_tokens, int64_t max_keys, Stream stream) {
   using Size = Sizes<kHeadDim>;
-  const auto kernel = paged_attention_kernel<kHeadDim>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::kSharedBytes);
-  // No more blocks than there can be items.
-  const int64_t seqs = std::min<int64_t>(params.num_seqs, num_tokens);
-  const int64_t row_tiles = seqs + num_tokens * params.group / Size::kTileRows;
-  const int64_t splits = seqs * std::max<int64_t>(1, (max_keys + kSplitKeys - 1) / kSplitKeys);
-  const int64_t blocks = std::min<int64_t>(2 * num_multiprocessors(),
-                                           (row_tiles + splits) * params.num_kv_heads);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, Size::kSharedBytes, stream>>>(params);
-  check_launch("paged_attention");
+  using SplitSize = SplitSizes<kHeadDim>;
+  const char* op = "paged_attention";
+  const int64_t queries = std::min<int64_t>(params.num_seqs, num_tokens);
+  const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
+  if (!params.only_splits) {
+    // No more blocks than there can be row tiles.
+    const int64_t row_tiles = queries + num_tokens * params.group / Size::kTileRows;
+    launch_early(op, attend_row_tiles_kernel<kHeadDim>,
+                 grid(std::min<int64_t>(2 * num_multiprocessors(), row_tiles * params.num_kv_heads)),
+                 kThreads, Size::kSharedBytes, stream, params);
+  }
+  const int64_t splits = std::max<int64_t>(1, (max_keys + kSplitKeys - 1) / kSplitKeys);
+  const int64_t blocks = std::max<int64_t>(
+      std::min<int64_t>(SplitSize::kBlocksPerSm * num_multiprocessors(),
+                        queries * splits * params.head_units),
+      (params.head_units + kWarps - 1) / kWarps);
+  params.split_warps = static_cast<int>(blocks) * kWarps;
+  launch_early(op, attend_splits_kernel<kHeadDim>, grid(blocks), kThreads, SplitSize::kSharedBytes,
+               stream, params);
+  if (splits == 1) return;
+  const int columns = std::min(params.group, kBlockRows) * kHeadDim;
+  launch_early(op, merge_splits_kernel<kHeadDim>,
+               dim3(static_cast<unsigned>(queries), static_cast<unsigned>(params.head_units)),
+               std::min(columns, kMergeThreads), 0, stream, params);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -991,7 +1180,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   if (head_dim != 64 && head_dim != 128) {
     refuse("expected head_dim 64 or 128, got " + std::to_string(head_dim));
   }
-  if (block_size < kSlotRows || (block_size & (block_size - 1)) != 0) {
+  if (block_size < kBlockRows || (block_size & (block_size - 1)) != 0) {
     refuse("expected block_size a power of two from 16 on, got " + std::to_string(block_size));
   }
   if (!aligned(out) || !aligned(q) || !aligned(k_cache) || !aligned(v_cache)) {
@@ -999,12 +1188,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   }
   if (num_tokens == 0 || num_seqs == 0 || group == 0) return;
   const Workspace& memory = workspace();
-  if (kFirstPartCounter + num_seqs * num_kv_heads > static_cast<int64_t>(Workspace::kNumCounters)) {
-    refuse("at most " + std::to_string(Workspace::kNumCounters - kFirstPartCounter) +
-           " sequences times kv heads, got " + std::to_string(num_seqs * num_kv_heads));
-  }
-  const int64_t part_floats = (group * (head_dim + 2) + 3) / 4 * 4;
-  const int64_t slots = static_cast<int64_t>(Workspace::kScratchBytes / sizeof(float)) / part_floats;
+  const int64_t part_floats = (std::min<int64_t>(group, kBlockRows) * (head_dim + 2) + 3) / 4 * 4;
   AttentionParams params{};
   params.out = out.ptr<__nv_bfloat16>();
   params.q = q.ptr<__nv_bfloat16>();
@@ -1024,7 +1208,9 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   while ((int64_t{1} << params.block_shift) < block_size) ++params.block_shift;
   params.window = sliding_window;
   params.part_floats = static_cast<int>(part_floats);
-  params.slots_per_32_seqs = static_cast<int>(slots / ((num_seqs + 31) / 32));
+  params.max_slots = static_cast<int>(Workspace::kScratchBytes / sizeof(float) / part_floats);
+  params.head_units = static_cast<int>(num_kv_heads * ((group + kBlockRows - 1) / kBlockRows));
+  params.only_splits = num_tokens <= num_seqs;
   params.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
   const int64_t max_keys = block_tables.shape[1] * block_size;
   head_dim == 64 ? launch<64>(params, num_tokens, max_keys, stream)

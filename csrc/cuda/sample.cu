@@ -5,34 +5,36 @@
 //
 //   chunk   [lane 0 | lane 1 | .. | lane 31][lane 0 | lane 1 | ..   16 times, 64 logits a lane
 //
-//   1. Every warp   the maximum of each lane's 64 logits; without top_k also the chunk's maximum m and
-//                   sum of 2^((x - m) * scale). 33 numbers of 2048 are stored.
-//   2. The block that finishes a row's last chunk goes on alone, with all of the row's numbers:
-//        greedy       the lowest id that equals the maximum, in the first chunk that has it
-//        no filter    a chunk by the running sum of its sums, then a token within the chunk
-//        filters      a bound that no kept token is below, from the stored numbers:
-//                       top_k   the top_k-th largest lane maximum (a bin's width below it)
-//                       top_p   tokens lighter than (1 - top_p) / V of the total cannot be needed
-//                       min_p   its own logit
-//                     then the candidates: lanes whose maximum reaches the bound are read again.
-//                     They are sorted, cut, put in order of id, and summed up.
-//        crowds       More candidates than the list holds (flat logits, huge top_k): histograms over
-//                     the row, each 1024 times finer, until the bin with the border fits the list.
+//   survey_kernel   Warps go over the chunks of all rows. Of a chunk they store the maximum of each
+//     lane's 64 logits, and without top_k also the chunk's maximum m and the sum of 2^((x - m) * scale).
+//   draw_kernel     A block for each row, on the device before the survey ends:
+//     greedy       the lowest id that equals the maximum, in the first chunk that has it
+//     no filter    a chunk by the running sum of their sums, then a token within the chunk
+//     filters      a bound that no kept token is below, from a histogram of the lane maxima:
+//                    top_k   so many lane maxima reach it, so as many tokens do
+//                    top_p   the lane maxima that reach it alone weigh enough; if they never do, a
+//                            token lighter than (1 - top_p) / V of the total cannot be needed
+//                    min_p   its own logit
+//                  then the candidates: lanes whose maximum reaches the bound are read again. They
+//                  are sorted, cut, put in order of id, and summed up.
+//     crowds       More candidates than the list holds (flat logits, huge top_k): histograms over the
+//                  row, each 1024 times finer, until the bin with the border fits the list.
 //
 // Order. Logit and id make one 64-bit number, larger for what comes first, so there are no ties.
 // Weights are fp32; their sums are integers in units of 2^-42 of the largest weight: exact, so no
 // result depends on the order in which threads arrive. Chunk sums are fp32 of 2048 terms. The token
 // is that of the reference unless u or a border lands within about 1e-7 of a step.
 //
-// Memory. 37 KiB of shared memory a block, 256 threads, at most 85 registers: 3 blocks and 192 KiB
-// of loads per SM in flight. Workspace: 136 bytes for each chunk of each row.
+// Memory. survey: 128 threads, at most 102 registers, so 20 warps and 160 KiB of loads per SM. draw:
+// 256 threads, 37 KiB of shared memory. Workspace: 136 bytes for each chunk of each row.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
-#include "device.h"
+#include "async_copy.cuh"
+#include "launch.cuh"
 #include "ops.h"
 #include "tensor_cores.cuh"
 #include "workspace.h"
@@ -43,14 +45,15 @@ namespace {
 using Mass = unsigned long long;   // a sum of weights, in units of 2^-42
 using Order = unsigned long long;  // a token: the logit's order, then the id's; larger comes first
 
-constexpr int kThreads = 256;
+constexpr int kSurveyThreads = 128;
+constexpr int kSurveyBlocksPerSm = 5;
+constexpr int kThreads = 256;  // of a block that draws
 constexpr int kWarps = kThreads / 32;
 constexpr int kChunk = 2048;
 constexpr int kLaneLogits = kChunk / 32;
 constexpr int kSteps = kLaneLogits / 4;
 constexpr int kBins = 1024;
 constexpr int kMaxListed = 2048;
-constexpr int kListedPerThread = kMaxListed / kThreads;
 constexpr int kMaxVocabSize = kBins * kChunk;  // so that the chunks' masses fit the bins, and 64 bits
 constexpr float kMassUnit = 0x1p42f;
 constexpr float kNone = -INFINITY;
@@ -68,9 +71,8 @@ struct SampleParams {
   const int32_t* step_idx;
   float* lane_maxima;      // [R, num_chunks, 32]
   float2* chunk_max_sum;   // [R, num_chunks]
-  uint32_t* chunks_done;   // [R]
   int64_t row_stride;
-  int vocab_size, num_chunks;
+  int num_rows, vocab_size, num_chunks;
   bool vectors;  // every row begins at a multiple of 16 bytes
 };
 
@@ -209,28 +211,37 @@ __device__ Mass sum_before(unsigned long long* warp_values, Mass x) {
   return before;
 }
 
-// Sorts the list, the first first. Its length is rounded up to a power of two with zeros.
+// Sorts the list, the first first. Its length is rounded up to a power of two with zeros. A short
+// list is the business of one warp.
 __device__ void sort_list(Shared& shared, int n) {
   int padded = 2;
   while (padded < n) padded *= 2;
   for (int i = n + threadIdx.x; i < padded; i += kThreads) shared.list[i] = 0;
   __syncthreads();
-  for (int run = 2; run <= padded; run *= 2) {
-    for (int step = run / 2; step > 0; step /= 2) {
-      for (int pair = threadIdx.x; pair < padded / 2; pair += kThreads) {
-        const int i = pair / step * step * 2 + pair % step, j = i + step;
-        const Order a = shared.list[i], b = shared.list[j];
-        if ((a < b) == ((i & run) == 0)) {
-          shared.list[i] = b;
-          shared.list[j] = a;
+  const bool one_warp = padded <= 64;
+  if (!one_warp || threadIdx.x < 32) {
+    for (int run = 2; run <= padded; run *= 2) {
+      for (int step = run / 2; step > 0; step /= 2) {
+        for (int pair = threadIdx.x; pair < padded / 2; pair += kThreads) {
+          const int i = (pair & ~(step - 1)) * 2 + (pair & (step - 1)), j = i + step;
+          const Order a = shared.list[i], b = shared.list[j];
+          if ((a < b) == ((i & run) == 0)) {
+            shared.list[i] = b;
+            shared.list[j] = a;
+          }
+        }
+        if (one_warp) {
+          __syncwarp();
+        } else {
+          __syncthreads();
         }
       }
-      __syncthreads();
     }
   }
+  __syncthreads();
 }
 
-// ---- The block that finishes a row ----------------------------------------------------------------
+// ---- One row, drawn by a block --------------------------------------------------------------------
 
 class RowSampler {
  public:
@@ -247,7 +258,7 @@ class RowSampler {
   __device__ int draw() {
     largest_ = kNone;
     for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
-      largest_ = fmaxf(largest_, __ldcg(chunk_max_sum_ + c).x);
+      largest_ = fmaxf(largest_, chunk_max_sum_[c].x);
     }
     largest_ = max_block(shared_, largest_);
     if (row_.is_greedy() || !isfinite(largest_)) return first_largest();
@@ -275,7 +286,7 @@ class RowSampler {
     if (largest_ == kNone) return 0;
     int chunk = p_.num_chunks;
     for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
-      if (__ldcg(chunk_max_sum_ + c).x == largest_) chunk = min(chunk, c);
+      if (chunk_max_sum_[c].x == largest_) chunk = min(chunk, c);
     }
     chunk = min_block(shared_, chunk);
     int id = p_.vocab_size;
@@ -294,7 +305,7 @@ class RowSampler {
   __device__ void sum_chunks() {
     Mass sum = 0;
     for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
-      const float2 max_sum = __ldcg(chunk_max_sum_ + c);
+      const float2 max_sum = chunk_max_sum_[c];
       const Mass mass = __float2ull_rn(max_sum.y * weight_of(max_sum.x) * kMassUnit);
       shared_.bin_mass[c] = mass;
       sum += mass;
@@ -306,19 +317,20 @@ class RowSampler {
   // in found_count and found_mass what lies above it. Bin 0 if it never does.
   __device__ int find_bin(bool by_mass, double wanted) {
     constexpr int kEach = kBins / kThreads;
+    const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
     Mass mass = 0, count = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int bin = kBins - 1 - (threadIdx.x * kEach + i);
-      mass += shared_.bin_mass[bin];
-      count += shared_.bin_count[bin];
+      mass += shared_.bin_mass[first - i];
+      count += shared_.bin_count[first - i];
     }
     mass = sum_before(shared_.warp_values, mass);
     count = sum_before(shared_.warp_values2, count);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int bin = kBins - 1 - (threadIdx.x * kEach + i);
-      const Mass next_mass = mass + shared_.bin_mass[bin], next_count = count + shared_.bin_count[bin];
+      const int bin = first - i;
+      const Mass next_mass = mass + shared_.bin_mass[bin];
+      const Mass next_count = count + shared_.bin_count[bin];
       const bool before = static_cast<double>(by_mass ? mass : count) < wanted;
       const bool after = static_cast<double>(by_mass ? next_mass : next_count) < wanted;
       if (before && (!after || bin == 0)) {  // true once
@@ -333,6 +345,12 @@ class RowSampler {
     return shared_.found;
   }
 
+  // Adds a token to a bin.
+  __device__ __forceinline__ void count_in(int bin, Mass mass) {
+    atomicAdd(&shared_.bin_count[bin], 1u);
+    atomicAdd(&shared_.bin_mass[bin], mass);
+  }
+
   __device__ void clear_bins() {
     __syncthreads();
     for (int b = threadIdx.x; b < kBins; b += kThreads) {
@@ -345,33 +363,34 @@ class RowSampler {
   // A rank that no kept token is below.
   __device__ uint32_t lower_bound() {
     const uint32_t least = rank_of(-3.4028235e38f), most = rank_of(largest_);  // not -inf: weight 0
-    if (has_top_k()) {
-      const int n = p_.num_chunks * 32;
-      uint32_t low = most;
-      for (int i = threadIdx.x; i < n; i += kThreads) {
-        const uint32_t rank = rank_of(__ldcg(lane_maxima_ + i));
-        if (rank >= least) low = min(low, rank);
-      }
-      low = reduce_block(shared_, low, [](uint32_t a, uint32_t b) { return min(a, b); });
-      const int shift = shift_for(most - low);
-      clear_bins();
-      for (int i = threadIdx.x; i < n; i += kThreads) {
-        const uint32_t rank = rank_of(__ldcg(lane_maxima_ + i));
-        if (rank >= low) atomicAdd(&shared_.bin_count[(rank - low) >> shift], 1u);
-      }
-      __syncthreads();
-      const int bin = find_bin(false, row_.top_k);
-      if (shared_.found_count + shared_.bin_count[bin] < static_cast<uint32_t>(row_.top_k)) return least;
-      const uint32_t bound = low + (static_cast<uint32_t>(bin) << shift);
-      return has_top_p() ? bound : max(bound, min_p_bound(least, most));
+    const uint32_t light = has_top_k() && has_top_p() ? least : min_p_bound(least, most);
+    if (!has_top_k() && !has_top_p()) return light;
+    const int n = p_.num_chunks * 32;
+    uint32_t low = most;
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const uint32_t rank = rank_of(lane_maxima_[i]);
+      if (rank >= least) low = min(low, rank);
     }
-    uint32_t bound = least;
-    if (has_top_p()) {
-      const float lightest = static_cast<float>(total_) / kMassUnit * (1.0f - row_.top_p) * 0.9f /
-                             static_cast<float>(p_.vocab_size);
-      bound = bound_of(lightest, least, most);
+    low = reduce_block(shared_, low, [](uint32_t a, uint32_t b) { return min(a, b); });
+    const int shift = shift_for(most - low);
+    clear_bins();
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      const float x = lane_maxima_[i];
+      const uint32_t rank = rank_of(x);
+      if (rank >= low) count_in((rank - low) >> shift, has_top_k() ? 0 : mass_of(x));
     }
-    return max(bound, min_p_bound(least, most));
+    __syncthreads();
+    const double wanted =
+        has_top_k() ? row_.top_k : static_cast<double>(row_.top_p) * static_cast<double>(total_);
+    const int bin = find_bin(!has_top_k(), wanted);
+    const bool reached =
+        has_top_k() ? shared_.found_count + shared_.bin_count[bin] >= static_cast<uint32_t>(row_.top_k)
+                    : static_cast<double>(shared_.found_mass + shared_.bin_mass[bin]) >= wanted * 1.000001;
+    if (reached) return max(light, low + (static_cast<uint32_t>(bin) << shift));
+    if (has_top_k()) return light;
+    const float lightest = static_cast<float>(total_) / kMassUnit * (1.0f - row_.top_p) * 0.9f /
+                           static_cast<float>(p_.vocab_size);
+    return max(light, bound_of(lightest, least, most));
   }
 
   __device__ uint32_t min_p_bound(uint32_t least, uint32_t most) const {
@@ -390,7 +409,7 @@ class RowSampler {
     if (threadIdx.x == 0) shared_.num_listed = shared_.num_lanes = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < p_.num_chunks * 32; i += kThreads) {
-      if (rank_of(__ldcg(lane_maxima_ + i)) < bound) continue;
+      if (rank_of(lane_maxima_[i]) < bound) continue;
       const int at = atomicAdd(&shared_.num_lanes, 1);
       if (at < kMaxListed) shared_.lanes[at] = i;
     }
@@ -429,8 +448,9 @@ class RowSampler {
   // How many listed tokens, in order, are needed for the mass to reach `wanted`, which is known to
   // hold `above` without them; sets `mass` to what they have together. At least one.
   __device__ int count_for_mass(int n, Mass above, double wanted, Mass& mass) {
+    const int each = (n + kThreads - 1) / kThreads;
+    const int begin = min(n, static_cast<int>(threadIdx.x) * each), end = min(n, begin + each);
     Mass own = 0;
-    const int begin = threadIdx.x * kListedPerThread, end = min(n, begin + kListedPerThread);
     for (int i = begin; i < end; ++i) own += mass_of(logit_of(shared_.list[i]));
     Mass before = above + sum_before(shared_.warp_values, own);
     Mass count = 0, kept = 0;
@@ -462,21 +482,17 @@ class RowSampler {
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const Order order = shared_.list[i];
       const float weight = weight_of(logit_of(order));
-      shared_.list[i] =
-          order << 32 | (weight >= row_.min_p ? __float_as_uint(weight) : 0u);
+      shared_.list[i] = order << 32 | (weight >= row_.min_p ? __float_as_uint(weight) : 0u);
     }
     sort_list(shared_, n);
-    Mass masses[kListedPerThread];
-    Mass own = 0;
-#pragma unroll
-    for (int i = 0; i < kListedPerThread; ++i) {
-      const int at = threadIdx.x * kListedPerThread + i;
-      const float weight = at < n ? __uint_as_float(static_cast<uint32_t>(shared_.list[at])) : 0.0f;
-      own += masses[i] = __float2ull_rn(weight * kMassUnit);
-    }
-    const Mass before = sum_before(shared_.warp_values, own), total = sum_block(shared_, own);
-    const int at = pick(masses, before, target_in(total));
-    return at < 0 ? first_largest() : static_cast<int>(~0u - static_cast<uint32_t>(shared_.list[at] >> 32));
+    const auto mass_at = [this](int i) {
+      return __float2ull_rn(__uint_as_float(static_cast<uint32_t>(shared_.list[i])) * kMassUnit);
+    };
+    Mass total = 0;
+    for (int i = threadIdx.x; i < n; i += kThreads) total += mass_at(i);
+    const int at = pick(n, mass_at, target_in(sum_block(shared_, total)));
+    return at < 0 ? first_largest()
+                  : static_cast<int>(~0u - static_cast<uint32_t>(shared_.list[at] >> 32));
   }
 
   // floor(u * total): the running sum must exceed it.
@@ -485,23 +501,32 @@ class RowSampler {
     return total > 0 && target >= total ? total - 1 : target;  // u * total may round up to total
   }
 
-  // The first index at which the running sum exceeds `target`; without one the last index that has
-  // any mass, or -1. Every thread brings kListedPerThread consecutive masses.
-  __device__ int pick(const Mass (&masses)[kListedPerThread], Mass before, Mass target) {
-    int first = kMaxListed, last = -1;
-#pragma unroll
-    for (int i = 0; i < kListedPerThread; ++i) {
-      const int at = threadIdx.x * kListedPerThread + i;
-      before += masses[i];
-      if (masses[i] == 0) continue;
-      last = at;
-      if (before > target) first = min(first, at);
+  // The first i < n at which the running sum of mass_at(i) exceeds `target`; without one the last i
+  // that has any mass, or -1. found_mass is what is left of the target at i.
+  template <typename MassAt>
+  __device__ int pick(int n, MassAt mass_at, Mass target) {
+    const int each = (n + kThreads - 1) / kThreads;
+    const int begin = min(n, static_cast<int>(threadIdx.x) * each), end = min(n, begin + each);
+    Mass own = 0;
+    for (int i = begin; i < end; ++i) own += mass_at(i);
+    Mass before = sum_before(shared_.warp_values, own);
+    int last = -1;
+    if (threadIdx.x == 0) shared_.found = -1;
+    __syncthreads();
+    for (int i = begin; i < end; ++i) {
+      const Mass mass = mass_at(i);
+      if (mass == 0) continue;
+      last = i;
+      if (before <= target && target < before + mass) {  // true once
+        shared_.found = i;
+        shared_.found_mass = target - before;
+      }
+      before += mass;
     }
-    first = min_block(shared_, first);
-    if (first < kMaxListed) return first;
-    return -min_block(shared_, -last);
+    __syncthreads();
+    const int found = shared_.found;
+    return found >= 0 ? found : -min_block(shared_, -last);
   }
-  static_assert(kListedPerThread * kThreads == kChunk, "pick serves the list and a chunk");
 
   // Draws among all tokens from `cutoff` on, in order of id: a chunk, then a token in it. bin_mass
   // holds the masses of the chunks if they are summed already.
@@ -514,6 +539,7 @@ class RowSampler {
       __syncthreads();
       for (int c = threadIdx.x / 32; c < p_.num_chunks; c += kWarps) {
         Mass sum = 0;
+#pragma unroll 4
         for (int i = threadIdx.x % 32 * 4; i < kChunk; i += 128) {
           const int id = c * kChunk + i;
           const float4 x = load_logits(p_, logits_, id);
@@ -524,41 +550,22 @@ class RowSampler {
         for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
         if (threadIdx.x % 32 == 0) shared_.bin_mass[c] = sum;
       }
+      __syncthreads();
+      Mass sum = 0;
+      for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) sum += shared_.bin_mass[c];
+      total_ = sum_block(shared_, sum);
     }
+    if (total_ == 0) return first_largest();
     __syncthreads();
-    constexpr int kEach = kBins / kThreads;
-    Mass own = 0;
-    for (int i = 0; i < kEach; ++i) {
-      const int c = threadIdx.x * kEach + i;
-      own += c < p_.num_chunks ? shared_.bin_mass[c] : 0;
-    }
-    Mass before = sum_before(shared_.warp_values, own);
-    const Mass total = sum_block(shared_, own), target = target_in(total);
-    if (total == 0) return first_largest();
-    for (int i = 0; i < kEach; ++i) {
-      const int c = threadIdx.x * kEach + i;
-      const Mass mass = c < p_.num_chunks ? shared_.bin_mass[c] : 0;
-      if (before <= target && target < before + mass) {  // true once
-        shared_.found = c;
-        shared_.found_mass = target - before;
-      }
-      before += mass;
-    }
-    __syncthreads();
-    const int first_id = shared_.found * kChunk;
-    Mass masses[kListedPerThread];
-    own = 0;
-#pragma unroll
-    for (int i = 0; i < kListedPerThread; i += 4) {
-      const int id = first_id + threadIdx.x * kListedPerThread + i;
-      const float4 x = load_logits(p_, logits_, id);
-      own += masses[i] = kept_mass(x.x, id);
-      own += masses[i + 1] = kept_mass(x.y, id + 1);
-      own += masses[i + 2] = kept_mass(x.z, id + 2);
-      own += masses[i + 3] = kept_mass(x.w, id + 3);
-    }
-    const int at = pick(masses, sum_before(shared_.warp_values, own), shared_.found_mass);
-    return at < 0 ? first_largest() : first_id + at;
+    const int chunk =
+        pick(p_.num_chunks, [this](int c) { return shared_.bin_mass[c]; }, target_in(total_));
+    const Mass rest = shared_.found_mass;
+    const auto mass_at = [&](int i) {
+      const int id = chunk * kChunk + i;
+      return id < p_.vocab_size ? kept_mass(fmaxf(logits_[id], kNone), id) : Mass{0};
+    };
+    const int at = pick(kChunk, mass_at, rest);
+    return at < 0 ? first_largest() : chunk * kChunk + at;
   }
 
   // The last token, in order, that is needed to reach `wanted` by count or mass, counted from the
@@ -570,6 +577,7 @@ class RowSampler {
     do {
       const int shift = shift_for(high - low);
       clear_bins();
+#pragma unroll 4
       for (int i = threadIdx.x * 4; i < p_.vocab_size; i += kThreads * 4) {
         const float4 x = load_logits(p_, logits_, i);
         const float values[4] = {x.x, x.y, x.z, x.w};
@@ -577,8 +585,7 @@ class RowSampler {
         for (int c = 0; c < 4; ++c) {
           const Order order = order_of(values[c], i + c);
           if (order < low || order > high) continue;
-          atomicAdd(&shared_.bin_count[(order - low) >> shift], 1u);
-          atomicAdd(&shared_.bin_mass[(order - low) >> shift], mass_of(values[c]));
+          count_in(static_cast<int>((order - low) >> shift), mass_of(values[c]));
         }
       }
       __syncthreads();
@@ -594,6 +601,7 @@ class RowSampler {
     __syncthreads();
     if (threadIdx.x == 0) shared_.num_listed = 0;
     __syncthreads();
+#pragma unroll 4
     for (int i = threadIdx.x * 4; i < p_.vocab_size; i += kThreads * 4) list_within(i, low, high);
     __syncthreads();
     int n = shared_.num_listed;
@@ -631,9 +639,9 @@ class RowSampler {
   Mass total_;  // of what top_p is a share of
 };
 
-// ---- Kernel and launcher ------------------------------------------------------------------------
+// ---- Kernels and launcher -----------------------------------------------------------------------
 
-// Step 1: one chunk of one row.
+// One chunk of one row, by a warp.
 __device__ __forceinline__ void survey_chunk(const SampleParams& p, int row, int chunk) {
   const float* logits = p.logits + row * p.row_stride;
   const int lane = threadIdx.x % 32, first = chunk * kChunk + lane * 4;
@@ -677,23 +685,23 @@ __device__ __forceinline__ void survey_chunk(const SampleParams& p, int row, int
   if (lane == 0) p.chunk_max_sum[at] = {largest, sum};
 }
 
-// Block (x, y) surveys chunks 8x .. 8x+7 of row y.
-__global__ void __launch_bounds__(kThreads, 3) sample_kernel(const __grid_constant__ SampleParams p) {
-  __shared__ Shared shared;
-  const int row = blockIdx.y, chunk = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (chunk < p.num_chunks) survey_chunk(p, row, chunk);
-  __threadfence();  // what was stored before the count
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const bool last = atomicAdd(p.chunks_done + row, 1u) == gridDim.x - 1;
-    if (last) p.chunks_done[row] = 0;
-    shared.found = last;
+__global__ void __launch_bounds__(kSurveyThreads, kSurveyBlocksPerSm)
+    survey_kernel(const __grid_constant__ SampleParams p) {
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const int warps = gridDim.x * (kSurveyThreads / 32);
+  for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < p.num_rows * p.num_chunks; i += warps) {
+    survey_chunk(p, i / p.num_chunks, i % p.num_chunks);
   }
-  __syncthreads();
-  if (shared.found == 0) return;
-  __threadfence();
-  const int id = RowSampler(p, shared, row).draw();
-  if (threadIdx.x == 0) p.token_ids[row] = id;
+}
+
+// Block r draws from row r.
+__global__ void __launch_bounds__(kThreads) draw_kernel(const __grid_constant__ SampleParams p) {
+  __shared__ Shared shared;
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const int id = RowSampler(p, shared, blockIdx.x).draw();
+  if (threadIdx.x == 0) p.token_ids[blockIdx.x] = id;
 }
 
 }  // namespace
@@ -711,9 +719,7 @@ void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& tempera
   const Workspace& memory = workspace();
   const int64_t num_chunks = (vocab_size + kChunk - 1) / kChunk;
   const int64_t row_bytes = num_chunks * static_cast<int64_t>(32 * sizeof(float) + sizeof(float2));
-  const int64_t max_rows = std::min<int64_t>(
-      {65535, static_cast<int64_t>(Workspace::kScratchBytes) / row_bytes,
-       static_cast<int64_t>(Workspace::kNumCounters)});
+  const int64_t max_rows = static_cast<int64_t>(Workspace::kScratchBytes) / row_bytes;
   // More rows than the workspace holds go in turns.
   for (int64_t first = 0; first < num_rows; first += max_rows) {
     const int64_t rows = std::min(max_rows, num_rows - first);
@@ -728,16 +734,18 @@ void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& tempera
     params.step_idx = step_idx.ptr<int32_t>() + first;
     params.chunk_max_sum = static_cast<float2*>(memory.scratch);
     params.lane_maxima = reinterpret_cast<float*>(params.chunk_max_sum + rows * num_chunks);
-    params.chunks_done = memory.counters;
     params.row_stride = logits.strides[0];
+    params.num_rows = static_cast<int>(rows);
     params.vocab_size = static_cast<int>(vocab_size);
     params.num_chunks = static_cast<int>(num_chunks);
     params.vectors = reinterpret_cast<uintptr_t>(logits.data) % 16 == 0 &&
                      (num_rows == 1 || logits.strides[0] % 4 == 0);
-    const dim3 grid(static_cast<unsigned>((num_chunks + kWarps - 1) / kWarps),
-                    static_cast<unsigned>(rows));
-    sample_kernel<<<grid, kThreads, 0, stream>>>(params);
-    check_launch("sample");
+    const int64_t blocks =
+        std::min<int64_t>(kSurveyBlocksPerSm * num_multiprocessors(), rows * num_chunks);
+    launch_early("sample", survey_kernel, dim3(static_cast<unsigned>(blocks)), kSurveyThreads, 0,
+                 stream, params);
+    launch_early("sample", draw_kernel, dim3(static_cast<unsigned>(rows)), kThreads, 0, stream,
+                 params);
   }
 }
 

@@ -19,7 +19,12 @@ namespace tinyvllm::cuda {
 
 using Fragment4 = uint32_t[4];  // eight bf16 of a lane
 
-// Copies 16 bytes into shared memory, to be waited for; without `valid` writes zeros, reads nothing.
+// Copies 16 bytes into shared memory, to be waited for.
+__device__ __forceinline__ void copy_16_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The same; without `valid` writes zeros, reads nothing.
 __device__ __forceinline__ void copy_16_async(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)

@@ -21,6 +21,12 @@ int current_device() {
   return device;
 }
 
+int attribute(cudaDeviceAttr which) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, current_device()), "cudaDeviceGetAttribute");
+  return value;
+}
+
 struct ThreadWorkspaces {
   std::map<int, Workspace> of_device;
 
@@ -50,11 +56,8 @@ const Workspace& workspace() {
   return t_workspaces.of_device.emplace(device, made).first->second;
 }
 
-int num_multiprocessors() {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()),
-        "cudaDeviceGetAttribute");
-  return count;
-}
+int num_multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
+
+bool can_launch_early() { return attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
 
 }  // namespace tinyvllm::cuda

@@ -21,7 +21,8 @@ struct Workspace {
 // The calling thread's, on the current device. Throws std::runtime_error when there is no memory.
 const Workspace& workspace();
 
-// Multiprocessors of the current device.
+// Of the current device: its multiprocessors, and whether it knows programmatic dependent launch.
 int num_multiprocessors();
+bool can_launch_early();
 
 }  // namespace tinyvllm::cuda

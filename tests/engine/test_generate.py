@@ -182,14 +182,14 @@ async def test_logprobs(make_engine: MakeEngine, prompts: Any, expected: Any) ->
     async with make_engine() as engine:
         runner = engine._engine._runner  # type: ignore[union-attr]
         seen = []
-        launch = runner.launch
+        collect = runner.collect
 
         def recorded(batch: Any) -> Any:
-            output = launch(batch)
+            output = collect(batch)
             seen.append(runner._buffers.logits[0].clone())
             return output
 
-        runner.launch = recorded  # type: ignore[method-assign]
+        runner.collect = recorded  # type: ignore[method-assign]
         stream = engine.generate(
             prompts[9],
             max_tokens=6,

@@ -239,6 +239,22 @@ async def test_death(make_engine: MakeEngine, prompts: Any) -> None:
 
 
 @pytest.mark.anyio
+async def test_death_of_the_waking_thread(
+    make_engine: MakeEngine, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boom = ZeroDivisionError("injected")
+
+    def fail(waiters: Any) -> Any:
+        raise boom
+
+    monkeypatch.setattr("tinyvllm.engine.wake", fail)
+    async with make_engine() as engine:
+        with pytest.raises(EngineDeadError) as caught:
+            await engine.generate(prompts[1], ENDLESS).text()
+        assert caught.value.__cause__ is boom
+
+
+@pytest.mark.anyio
 async def test_a_request_that_arrives_as_the_engine_dies(
     make_engine: MakeEngine, prompts: Any
 ) -> None:
@@ -353,7 +369,7 @@ async def test_idle_costs_nothing(make_engine: MakeEngine, prompts: Any) -> None
         await engine.generate(prompts[0], GREEDY).text()
         await settled(engine)
         threads = [thread for thread in threading.enumerate() if "tinyvllm" in thread.name]
-        assert len(threads) == 2
+        assert len(threads) == 3
         before = [_cpu_ticks(thread) for thread in threads]
         await anyio.sleep(0.3)
         assert [_cpu_ticks(thread) for thread in threads] == before

@@ -191,3 +191,44 @@ def test_several_threads_replay_at_once() -> None:
         thread.join()
     for _, x, out in built:
         assert torch.equal(x, out)
+
+
+def test_launch_returns_and_wait_ends_it() -> None:
+    x = torch.randn(64, 512).bfloat16()
+    out, weight = torch.empty_like(x), torch.ones(512).bfloat16()
+    with native.capture() as graph:
+        for _ in range(20):
+            native.rms_norm(out, x, weight, 1e-5)
+    for _ in range(200):
+        out.zero_()
+        graph.launch()
+        seconds = graph.wait()
+        assert seconds > 0 and not out.eq(0).all()
+    with pytest.raises(ValueError, match=r"wait: launch\(\) first"):
+        graph.wait()
+    graph.launch()
+    with pytest.raises(ValueError, match=r"launch: this graph runs already: wait\(\) first"):
+        graph.launch()
+    graph.wait()
+
+
+def test_a_launched_graph_may_be_dropped() -> None:
+    for _ in range(50):
+        x = torch.randn(256, 512).bfloat16()
+        with native.capture() as graph:
+            for _ in range(20):
+                native.rms_norm(x, x, torch.ones(512).bfloat16(), 1e-5)
+        graph.launch()
+        del graph
+
+
+def test_wait_raises_what_an_op_raised() -> None:
+    ids = indices(0)
+    with native.capture() as graph:
+        native.embedding(rows([0]), ids, rows([1]))
+    ids[0] = 5
+    graph.launch()
+    with pytest.raises(IndexError, match="embedding: input_ids"):
+        graph.wait()
+    ids[0] = 0
+    graph.replay()

@@ -25,6 +25,9 @@ CHECKS = (
     "exits",
     "idle",
     "quotas",
+    "tasks",
+    "task_exceptions",
+    "task_owners",
 )
 
 

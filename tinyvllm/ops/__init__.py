@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 
 
 class Graph(Protocol):
-    """A recorded sequence of ops; `replay` runs it on the current contents of its tensors."""
+    """A recorded sequence of ops, to be run on what its tensors then hold."""
 
-    def replay(self) -> None: ...
+    def launch(self) -> None:
+        """Begin a run and return; its tensors are not to be touched before `wait`."""
+        ...
+
+    def wait(self) -> float:
+        """End the run; the seconds that the ops took. Raises what an op raised."""
+        ...
 
 
 class Ops(Protocol):

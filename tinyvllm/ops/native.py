@@ -34,10 +34,14 @@ sample = _C.sample
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] bfloat16 -> [ceil(N / 16), ceil(K / 2), 16, 2], the layout `linear` streams."""
+    """weight [N, K] bfloat16 -> the layout that `linear` streams on the weight's device.
+
+    [ceil(N / 16), ceil(K / 2), 16, 2] on a CPU, [ceil(N / 16), ceil(K / 32), 16, 32] on a GPU.
+    """
     num_rows, num_columns = weight.shape
+    inputs = 32 if weight.is_cuda else 2
     packed = torch.empty(
-        ((num_rows + 15) // 16, (num_columns + 1) // 2, 16, 2),
+        ((num_rows + 15) // 16, (num_columns + inputs - 1) // inputs, 16, inputs),
         dtype=weight.dtype,
         device=weight.device,
     )
