@@ -8,7 +8,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -380,25 +379,10 @@ class GraphRecorder {
     graph_.record(op, std::move(call));
   }
 
-  // Returns at once; until wait(), the caller may do something else.
-  void launch() {
+  void replay() const {
     check_ready();
-    if (launched_) throw py::value_error("launch: this graph runs already: wait() first");
-    launched_ = true;
-    task_.start();
-  }
-
-  double wait() {
-    if (!launched_) throw py::value_error("wait: launch() first");
-    launched_ = false;
     const GilReleased released;
-    task_.wait();
-    return seconds_;
-  }
-
-  double replay() {
-    launch();
-    return wait();
+    graph_.replay();
   }
 
   std::vector<std::pair<std::string, double>> replay_timed() const {
@@ -425,19 +409,9 @@ class GraphRecorder {
     if (state_ != State::kReady) throw py::value_error("replay: nothing was captured yet");
   }
 
-  void run() {
-    const auto start = std::chrono::steady_clock::now();
-    graph_.replay();
-    seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  }
-
   cpu::Graph graph_;
   std::vector<py::object> tensors_;
   State state_ = State::kNew;
-  bool launched_ = false;
-  double seconds_ = 0;
-  // Last: destroyed, and so finished, before what it works on.
-  cpu::Task task_{[this] { run(); }};
 };
 
 template <typename Cpu, typename Cuda>
@@ -578,7 +552,8 @@ void paged_attention(TensorArg out, TensorArg q, TensorArg k_cache, TensorArg v_
             std::to_string(heads.size) + " and " + std::to_string(kv_heads.size));
   }
   op.run([=] { cpu::paged_attention(o, tq, kc, vc, bt, cu, sl, softmax_scale, sliding_window); },
-         nullptr);
+         TINYVLLM_CUDA_CALL(cuda::paged_attention(o, tq, kc, vc, bt, cu, sl, softmax_scale,
+                                                  sliding_window, stream)));
 }
 
 void silu_and_mul(TensorArg out, TensorArg gate_up) {
@@ -647,7 +622,8 @@ void sample(TensorArg token_ids, TensorArg logits, TensorArg temperature, Tensor
   const Tensor s = op.tensor("seeds", seeds, {kI64}, {&R}, Layout::kContiguous);
   const Tensor n = op.tensor("step_idx", step_idx, {kI32}, {&R}, Layout::kContiguous);
   if (V.size == 0) op.fail("logits", "at least one token in the vocabulary", "V = 0");
-  op.run([=] { cpu::sample(t, l, temp, k, p, m, s, n); }, nullptr);
+  op.run([=] { cpu::sample(t, l, temp, k, p, m, s, n); },
+         TINYVLLM_CUDA_CALL(cuda::sample(t, l, temp, k, p, m, s, n, stream)));
 }
 
 std::vector<std::string> available_isas() {
@@ -716,8 +692,6 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", [](GraphRecorder& self, py::handle type, py::handle,
                           py::handle) { self.exit(!type.is_none()); })
       .def("replay", &GraphRecorder::replay)
-      .def("launch", &GraphRecorder::launch)
-      .def("wait", &GraphRecorder::wait)
       .def("replay_timed", &GraphRecorder::replay_timed)
       .def_property_readonly("num_ops", &GraphRecorder::num_ops);
 

@@ -96,5 +96,15 @@ void pack_linear(const Tensor& packed, const Tensor& weight, Stream stream);
 void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias,
             Stream stream);
 void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx, Stream stream);
+// head_dim 64 or 128, block_size a power of two from 16 on. The first call in a thread, of this or
+// of sample, allocates that thread's workspace (cuda/workspace.h): make it before capturing a
+// graph.
+void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
+                     const Tensor& v_cache, const Tensor& block_tables, const Tensor& cu_seqlens_q,
+                     const Tensor& seq_lens, float softmax_scale, int sliding_window,
+                     Stream stream);
+void sample(const Tensor& token_ids, const Tensor& logits, const Tensor& temperature,
+            const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
+            const Tensor& step_idx, Stream stream);
 
 }  // namespace tinyvllm::cuda

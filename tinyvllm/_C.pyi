@@ -70,14 +70,8 @@ class Graph:
     ) -> None: ...
     @property
     def num_ops(self) -> int: ...
-    def replay(self) -> float:
-        """`launch` and `wait`: run the ops in order on what their tensors now hold."""
-
-    def launch(self) -> None:
-        """Begin a replay and return; nothing it reads or writes may be touched before `wait`."""
-
-    def wait(self) -> float:
-        """End the launched replay, taking part in it; the seconds that its ops took."""
+    def replay(self) -> None:
+        """Run the ops in order on what their tensors now hold; the GIL is released."""
 
     def replay_timed(self) -> list[tuple[str, float]]:
         """Replay; (op, seconds) for each op, in order."""

@@ -3,11 +3,10 @@
     callers ──("add" | "abort" | "resume" | "close", state)──►  SimpleQueue  ──►  engine thread
        └──── text ────►  tokenizing thread  ──("add" | "reject", state)──►──┘
 
-    engine thread:  receive ─► schedule ─► build ─► launch ──────────────► collect ─► update ─┐
-                       ▲  blocked here, at no cost,    │ deliver the last step's tokens:       │
-                       │  while nothing can run        │ detokenize, publish                   │
-                       └───────────────────────────────┼───────────────────────────────────────┘
-    waking thread:     wake each loop whose readers are parked  ◄──────'
+    engine thread:  receive ─► schedule ─► build ─► launch ─► update ─► detokenize ─► publish ─┐
+                       ▲  blocked here, at no cost, while nothing can run                      │
+                       └───────────────────────────────────────────────────────────────────────┤
+    waking thread:  wake each loop whose readers are parked, during the next launch  ◄─────────┘
 
 Waking a loop is a system call that gives up the GIL, which the loop would then keep for as long as
 its readers run: done in the engine thread, it would cost every step that long.
@@ -111,8 +110,6 @@ class StepTimings:
     build: float = 0.0
     launch: float = 0.0
     """Around the ops, the ops themselves excluded."""
-    overlapped: float = 0.0
-    """The part of detokenize and publish that passed while ops ran."""
     ops: float = 0.0
     update: float = 0.0
     detokenize: float = 0.0
@@ -150,8 +147,6 @@ class Engine:
         self._seq_ids = itertools.count()
         self._closing = False
         self._reported = ("", 0)
-        # What a step drew: its entries, its output, when. Delivered during the next step's ops.
-        self._undelivered: tuple[list[ScheduledSequence], StepOutput, float] | None = None
         self._end: EngineError | None = None  # closed or dead: no request is taken any more
         self._idle_since: float | None = 0.0
         self._last_step = 0.0
@@ -391,7 +386,6 @@ class Engine:
             if mailbox.empty():
                 if scheduler.has_work:
                     return True
-                self._deliver()
                 self._idle_since = perf_counter()
             command, state = mailbox.get()
             if self._idle_since is not None:
@@ -467,48 +461,26 @@ class Engine:
             self._note_admissions(schedule)
         batch = self._builder.build(schedule)
         built = perf_counter()
-        overlaps = self._runner.launch(batch)
-        delivering = self._deliver()  # the last step's tokens, while this step's ops run
-        output = self._runner.collect(batch)
-        collected = perf_counter()
+        output = self._runner.launch(batch)
+        launched = perf_counter()
         updated = self._scheduler.update(schedule, output.token_ids)
         self._num_steps += 1
         self._num_output_tokens += len(updated)
         self._last_step = drawn = perf_counter()
-        self._undelivered = updated, output, drawn
+        items = self._detokenize(updated, output)
+        detokenized = perf_counter()
+        self._publish(updated, items, drawn)
         timings = self.step_timings
         if timings is not None:
             timings.num_steps += 1
             timings.num_tokens += len(updated)
             timings.schedule += scheduled - start
             timings.build += built - scheduled
-            hidden = min(delivering, output.ops_seconds) if overlaps else 0.0
-            timings.overlapped += hidden
-            timings.launch += collected - built - output.ops_seconds - (delivering - hidden)
+            timings.launch += launched - built - output.ops_seconds
             timings.ops += output.ops_seconds
-            timings.update += drawn - collected
-
-    def _deliver(self) -> float:
-        """Hand the tokens of the last step to their readers; returns the seconds it took.
-
-        A stop string is found here, when the next step may be under way: it costs one token that
-        `update` drops. Its blocks are free at once, yet nobody gets them before that step's end.
-        """
-        if self._undelivered is None:
-            return 0.0
-        start = perf_counter()
-        (updated, output, drawn), self._undelivered = self._undelivered, None
-        # A command since then may have ended some.
-        live = [entry.seq for entry in updated if not entry.seq.owner.finished]
-        items = self._detokenize(live, output)
-        detokenized = perf_counter()
-        self._publish(live, items, drawn)
-        end = perf_counter()
-        timings = self.step_timings
-        if timings is not None:
-            timings.detokenize += detokenized - start
-            timings.publish += end - detokenized
-        return end - start
+            timings.update += drawn - launched
+            timings.detokenize += detokenized - drawn
+            timings.publish += perf_counter() - detokenized
 
     def _note_admissions(self, schedule: Schedule) -> None:
         now = perf_counter()
@@ -518,11 +490,12 @@ class Engine:
                 state.time_scheduled = now
                 state.cached_tokens = entry.seq.num_cached_tokens
 
-    def _detokenize(self, sequences: list[Sequence], output: StepOutput) -> list[Any]:
+    def _detokenize(self, updated: list[ScheduledSequence], output: StepOutput) -> list[Any]:
         """(text, token id, finish reason, logprobs) for each sequence that got a token."""
         items = []
         logprobs = output.logprobs
-        for seq in sequences:
+        for entry in updated:
+            seq = entry.seq
             token_id = seq.token_ids[-1]
             reason = seq.finish_reason
             detokenizer: Detokenizer = seq.owner.detokenizer
@@ -542,12 +515,12 @@ class Engine:
         """A token that stops shows its text only on request, and an EOS never."""
         return seq.params.include_stop_str_in_output and token_id not in seq.eos_token_ids
 
-    def _publish(self, sequences: list[Sequence], items: list[Any], now: float) -> None:
+    def _publish(self, updated: list[ScheduledSequence], items: list[Any], now: float) -> None:
         """Append to the buffers, end what has finished, pause who lags, wake who waits."""
         parked: list[StreamState] = []
         max_buffered = self.config.max_buffered_tokens
-        for seq, item in zip(sequences, items, strict=True):
-            state: StreamState = seq.owner
+        for entry, item in zip(updated, items, strict=True):
+            state: StreamState = entry.seq.owner
             buffer = state.buffer
             state.completion_tokens += 1
             state.time_last_token = now
@@ -557,7 +530,7 @@ class Engine:
             if item[2] is not None:
                 del self._states[state.seq_id]
                 state.end(item[2])
-            elif len(buffer) >= max_buffered:  # one more may be under way
+            elif len(buffer) > max_buffered:
                 self._pause(state)
             waiter = state.waiter
             if waiter is not None and not waiter.notified:
@@ -597,11 +570,6 @@ class Engine:
         if cause is not None and not isinstance(cause, _StartCancelled):
             end = EngineDeadError(f"the engine thread failed: {type(cause).__name__}: {cause}")
             end.__cause__ = cause
-        try:
-            self._deliver()
-        except Exception:
-            if cause is None:
-                logger.exception("closing the engine")
         self._end = end
         if self._tokenizing.ident is not None:
             self._texts.put(None)

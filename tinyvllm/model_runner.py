@@ -1,8 +1,7 @@
 """ModelRunner: weights, KV cache, activations and step graphs of one model; runs batches.
 
-    launch(batch), collect(batch):
-                    (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
-    one graph that runs beside the host for pure decode; op by op, in `collect`, otherwise
+    launch(batch):  (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
+                    replayed as one graph for pure decode, op by op otherwise
 
 Weights, KV pool and activations are allocated once, here; a step allocates nothing, except for
 log-probabilities, which only those pay who ask for them.
@@ -101,22 +100,14 @@ class ModelRunner:
         )
         self._use_graphs = self.ops.supports_graphs and not config.enforce_eager
         self._graphs: OrderedDict[int, Graph] = OrderedDict()
-        self._launched: Graph | None = None
 
-    def launch(self, batch: Batch) -> bool:
-        """Begin a step. True when it runs by itself until `collect`; False when `collect` runs it,
-        as for whatever is not a plain pure decode."""
-        if not batch.is_pure_decode or not self._use_graphs or batch.special:
-            return False
-        self._launched = self._decode_graph(batch)
-        self._launched.launch()
-        return True
-
-    def collect(self, batch: Batch) -> StepOutput:
-        """The result of the step that was launched. The GIL is free during native ops."""
-        if self._launched is not None:
-            graph, self._launched = self._launched, None
-            ops_seconds = graph.wait()
+    def launch(self, batch: Batch) -> StepOutput:
+        """Run one step to its end and return its tokens. The GIL is free during native ops."""
+        if batch.is_pure_decode and self._use_graphs and not batch.special:
+            graph = self._decode_graph(batch)
+            start = perf_counter()
+            graph.replay()
+            ops_seconds = perf_counter() - start
             return StepOutput(batch.drawn.tolist(), {}, ops_seconds)
         buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         start = perf_counter()
@@ -135,8 +126,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
-        self._launched = None
-        self._graphs.clear()  # waits for one that runs
+        self._graphs.clear()
         del self.model, self.kv_cache, self._buffers
 
     def _forward(self, batch: Batch, buffers: ForwardBuffers) -> None:

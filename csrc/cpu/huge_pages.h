@@ -1,5 +1,5 @@
-// Memory that is streamed through once a step: 2 MiB pages save a page walk every 64 lines, and keep
-// the host's own pages in the TLB meanwhile.
+// Memory that is streamed through once a step: 2 MiB pages save a page walk every 64 lines, and
+// keep the host's own pages in the TLB meanwhile.
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ void set_isa(const char* name);
 
 #if defined(__x86_64__)
 // A function of that name from every instruction set's namespace, the current one picked.
-#define TINYVLLM_DISPATCH(function)                                                   \
+#define TINYVLLM_DISPATCH(function)                                                    \
   (::tinyvllm::cpu::isa() == ::tinyvllm::cpu::Isa::kAvx512Bf16 ? avx512_bf16::function \
    : ::tinyvllm::cpu::isa() == ::tinyvllm::cpu::Isa::kAvx512   ? avx512::function      \
    : ::tinyvllm::cpu::isa() == ::tinyvllm::cpu::Isa::kAvx2     ? avx2::function        \

@@ -121,7 +121,7 @@ constexpr TileFunction kTiles[kLinearTileTokens + 1] = {
 void linear_few_tokens(const LinearParams& p, int64_t begin, int64_t end) {
   const int64_t block_words = (p.k + 1) / 2 * kLineWords;
   for (int64_t block = begin; block < end; ++block) {
-    kTiles<1>[p.t](p, 0, block, p.packed + block * block_words + kAheadWords, 1);
+    kTiles<1>[p.t](p, 0, block, p.packed + block* block_words + kAheadWords, 1);
   }
 }
 
@@ -138,7 +138,8 @@ void linear_many_tokens(const LinearParams& p, int64_t begin, int64_t end) {
     const int64_t next_block = block + kLinearPanelBlocks;
     const bool has_next = item + groups < end && next_block < blocks;
     const uint32_t* ahead = p.packed + next_block * block_words;
-    int64_t ahead_blocks = has_next ? std::min<int64_t>(kLinearPanelBlocks, blocks - next_block) : 0;
+    int64_t ahead_blocks =
+        has_next ? std::min<int64_t>(kLinearPanelBlocks, blocks - next_block) : 0;
     for (int64_t token = first; token < last; token += kLinearTileTokens) {
       // The first tiles fetch a block of the next panel each.
       const int fetched = ahead_blocks > 0 ? 1 : 0;
@@ -170,13 +171,15 @@ constexpr int kLinearPanelBlocks = 2;
 constexpr int kLinearTileTokens = 8;
 constexpr int kLinearGroupTokens = 128;
 
-// How far ahead of its use a line is fetched when there is one tile: far enough for the memory, near
-// enough for the first-level cache.
+// How far ahead of its use a line is fetched when there is one tile: far enough for the memory,
+// near enough for the first-level cache.
 constexpr int64_t kAheadWords = 16 * 1024 / 4;
 
 // How much weight a thread takes at least: some microseconds of memory traffic, far above the cost
-// of claiming a range.
+// of claiming a range. And how many ranges there are for each thread: a range starts with nothing
+// fetched, so few of them, but a thread that is late must find some taken by others.
 constexpr int64_t kGrainBytes = 64 * 1024;
+constexpr int64_t kRangesPerThread = 2;
 
 struct LinearParams {
   void* out;               // [t, n] bf16 or f32
@@ -225,16 +228,19 @@ void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tens
   if (p.t == 0 || p.n == 0) return;
   const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
   const int64_t block_bytes = (p.k + 1) / 2 * kLineWords * 4;
-  const int64_t grain = std::max<int64_t>(1, kGrainBytes / block_bytes);
+  const int64_t ranges = kRangesPerThread * num_threads();
   if (p.t <= kLinearTileTokens) {
     const auto kernel = TINYVLLM_DISPATCH(linear_few_tokens);
+    const int64_t grain = std::max({(blocks + ranges - 1) / ranges, kGrainBytes / block_bytes});
     parallel_for(blocks, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     return;
   }
   const int64_t panels = (blocks + kLinearPanelBlocks - 1) / kLinearPanelBlocks;
   const int64_t groups = (p.t + kLinearGroupTokens - 1) / kLinearGroupTokens;
   const auto kernel = TINYVLLM_DISPATCH(linear_many_tokens);
-  parallel_for(panels * groups, 1, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+  // With many tokens the weights no longer stream, and small ranges share the work more evenly.
+  const int64_t grain = groups == 1 ? (panels + ranges - 1) / ranges : 1;
+  parallel_for(panels * groups, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 }  // namespace tinyvllm::cpu

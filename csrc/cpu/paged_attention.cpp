@@ -1,5 +1,6 @@
-// out[t,h] = sum over keys j of softmax(q[t,h] . k[j,h'] * softmax_scale)[j] * v[j,h'], where j runs
-// over the keys that token t may see and h' = h / group is the kv head that its query head shares.
+// out[t,h] = sum over keys j of softmax(q[t,h] . k[j,h'] * softmax_scale)[j] * v[j,h'], where j
+// runs over the keys that token t may see and h' = h / group is the kv head that its query head
+// shares.
 //
 // Layout. k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim] bf16; key j of
 // sequence s lies in block block_tables[s][j / block_size]. The keys are taken in tiles of 64,
@@ -15,18 +16,20 @@
 //   scores [rows, 64]       = q [rows, head_dim]  x  K lines: 4 blocks of 16 keys, pairs of dims
 //   acc    [rows, head_dim] = p [rows, 64]        x  V lines: blocks of 16 dims, pairs of keys
 //
-// Within a split a row carries a running maximum m, a sum l (16 partial sums, one for each lane) and
-// acc (online softmax, in powers of two: the scores are scaled by log2(e)); p is rounded to bf16, and
-// l sums the rounded values. The finished splits are merged in ascending order.
+// Within a split a row carries a running maximum m, a sum l (16 partial sums, one for each lane)
+// and acc (online softmax, in powers of two: the scores are scaled by log2(e)); p is rounded to
+// bf16, and l sums the rounded values. The finished splits are merged in ascending order.
 //
 // A row's bits depend on the row alone, whether its prompt came whole, in chunks or token by token:
-// tile and split boundaries are absolute; a tile that a row cannot see is skipped for that row; in a
-// tile that it sees in part, a hidden key has p = 0, and adding 0 * v changes nothing (but the sign
-// of a zero, which the last step normalizes; v is finite). Decode and prefill are the same code.
+// tile and split boundaries are absolute; a tile that a row cannot see is skipped for that row; in
+// a tile that it sees in part, a hidden key has p = 0, and adding 0 * v changes nothing (but the
+// sign of a zero, which the last step normalizes; v is finite). Decode and prefill are the same
+// code.
 //
-// Work. An item is one sequence, one kv head and up to 96 rows, over all of its keys. When there
-// are too few items for the threads, an item's splits are computed apart and merged by a second
-// region: the same arithmetic in another place.
+// Work. An item is up to 96 rows of one sequence, over all of their keys: the rows of some tokens
+// and one kv head in a prompt, those of all kv heads in decode, where the cache is then read tile
+// after tile, page after page. When there are too few items for the threads, the splits of an item
+// are computed apart and merged afterwards: the same arithmetic in another place.
 #ifdef TINYVLLM_ISA
 #include "simd.h"
 
@@ -44,40 +47,41 @@ struct Workspace {
 
 // Calls f(i, row of K, row of V) for the keys base + i in [lo, hi).
 template <typename F>
-TINYVLLM_INLINE void for_each_key(const AttentionParams& a, const AttentionItem& item, int64_t base,
-                                  int64_t lo, int64_t hi, F f) {
-  const int32_t* table = a.block_tables + item.seq * a.table_stride + lo / a.block_size;
+TINYVLLM_INLINE void for_each_key(const AttentionParams& a, int64_t seq, int64_t kv_head,
+                                  int64_t base, int64_t lo, int64_t hi, F f) {
+  const int32_t* table = a.block_tables + seq * a.table_stride + lo / a.block_size;
   int64_t offset = lo % a.block_size;
   for (int64_t key = lo; key < hi; ++table, offset = 0) {
     const int64_t block = *table;
-    const bf16_t* k = a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] +
-                      item.kv_head * a.k_strides[2];
-    const bf16_t* v = a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] +
-                      item.kv_head * a.v_strides[2];
+    const bf16_t* k =
+        a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] + kv_head * a.k_strides[2];
+    const bf16_t* v =
+        a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] + kv_head * a.v_strides[2];
     const int64_t past = std::min(hi, key + a.block_size - offset);
     for (; key < past; ++key, k += a.k_strides[1], v += a.v_strides[1]) f(key - base, k, v);
   }
 }
 
-// Asks for a tile that will be packed next. A row is short and the next one is elsewhere, so the
-// processor does not see the stream by itself.
-void prefetch_tile(const AttentionParams& a, const AttentionItem& item, int64_t lo, int64_t hi) {
-  for_each_key(a, item, lo, lo, hi, [&](int64_t, const bf16_t* k, const bf16_t* v) {
-    for (int64_t d = 0; d < a.head_dim; d += 32) {
-      prefetch_l2(k + d);
-      prefetch_l2(v + d);
-    }
-  });
+// Asks for keys that will be packed in the next tile, for all kv heads of the item, whose rows lie
+// side by side. A block's neighbour is anywhere, so the processor does not see the stream by
+// itself.
+void prefetch_keys(const AttentionParams& a, const AttentionItem& item, int64_t lo, int64_t hi) {
+  const int64_t row = item.kv_heads * a.head_dim;
+  for_each_key(a, item.seq, item.kv_head, lo, lo, hi,
+               [&](int64_t, const bf16_t* k, const bf16_t* v) {
+                 for (int64_t d = 0; d < row; d += 32) prefetch_l2(k + d);
+                 for (int64_t d = 0; d < row; d += 32) prefetch_l2(v + d);
+               });
 }
 
 // The keys [lo, hi) of the tile that starts at `base`; the rest become zeros and are not read.
-void pack_tile(const AttentionParams& a, const AttentionItem& item, int64_t base, int64_t lo,
+void pack_tile(const AttentionParams& a, int64_t seq, int64_t kv_head, int64_t base, int64_t lo,
                int64_t hi, int64_t key_blocks, const Workspace& w) {
   alignas(64) static constexpr bf16_t kZeros[kMaxHeadDim] = {};
   const bf16_t* k_rows[kTileKeys];
   const bf16_t* v_rows[kTileKeys];
   for (int64_t i = 0; i < key_blocks * kLineRows; ++i) k_rows[i] = v_rows[i] = kZeros;
-  for_each_key(a, item, base, lo, hi, [&](int64_t i, const bf16_t* k, const bf16_t* v) {
+  for_each_key(a, seq, kv_head, base, lo, hi, [&](int64_t i, const bf16_t* k, const bf16_t* v) {
     k_rows[i] = k;
     v_rows[i] = v;
   });
@@ -140,8 +144,8 @@ TINYVLLM_INLINE void add_values(const AttentionParams& a, const Workspace& w, fl
   }
 }
 
-// The online softmax of one row and tile: scores become p, *max_of_row is raised if need be. Returns
-// the sum of p in 16 lanes.
+// The online softmax of one row and tile: scores become p, *max_of_row is raised if need be.
+// Returns the sum of p in 16 lanes.
 template <int kKeyBlocks>
 TINYVLLM_INLINE F16 softmax_row(const AttentionParams& a, const Workspace& w, int64_t r,
                                 int64_t base, int64_t position, float* max_of_row) {
@@ -187,7 +191,7 @@ TINYVLLM_INLINE void attend_tile(const AttentionParams& a, const AttentionItem& 
   alignas(64) float shrink[kLineRows] = {};
   F16 sums[kRows];
   for (int r = 0; r < kRows; ++r) {
-    const int64_t position = item.position + (row + r) / a.group;
+    const int64_t position = item.position + (row + r) / a.group % item.tokens;
     const float before = state.max[row + r];
     sums[r] = softmax_row<kKeyBlocks>(a, w, r, base, position, state.max + row + r);
     shrink[r] = before - state.max[row + r];
@@ -227,30 +231,34 @@ constexpr AttendFunction kAttendRows[kRowTile + 1] = {
 // max = -inf.
 void attend_split(const AttentionParams& a, const AttentionItem& item, int64_t split,
                   const Workspace& w, const RowState& state) {
-  const int64_t rows = item.tokens * a.group;
+  const int64_t rows = num_rows(a, item), head_rows = item.tokens * a.group;
   std::fill_n(state.max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(state.acc, rows * a.head_dim, 0.0f);
   std::fill_n(w.lane_sums, rows * kLineRows, 0.0f);
   const int64_t past = item.position + item.tokens;  // the last row sees the keys before it
-  const int64_t first_key =
-      a.window > 0 ? std::max<int64_t>(0, item.position - a.window + 1) : 0;
+  const int64_t first_key = a.window > 0 ? std::max<int64_t>(0, item.position - a.window + 1) : 0;
   for (int64_t base = split * kSplitKeys; base < std::min((split + 1) * kSplitKeys, past);
        base += kTileKeys) {
     const int64_t lo = std::max(base, first_key), hi = std::min(base + kTileKeys, past);
     if (lo >= hi) continue;
     const int64_t key_blocks = hi - base > kTileKeys / 2 ? 4 : 2;
-    prefetch_tile(a, item, base + kTileKeys, std::min(base + 2 * kTileKeys, past));
-    pack_tile(a, item, base, lo, hi, key_blocks, w);
     // The tokens that see a key of this tile: they come after its first key, and the window of the
     // last of them still reaches its last.
     const int64_t first_token = std::max<int64_t>(0, base - item.position);
     const int64_t past_token =
         a.window > 0 ? std::min(item.tokens, base + kTileKeys - 1 + a.window - item.position)
                      : item.tokens;
-    for (int64_t row = first_token * a.group; row < past_token * a.group;) {
-      const int64_t n = std::min<int64_t>(kRowTile, past_token * a.group - row);
-      kAttendRows[n](a, item, w, state, row, base, key_blocks);
-      row += n;
+    for (int64_t head = 0; head < item.kv_heads; ++head) {
+      const int64_t kv_head = item.kv_head + head;
+      prefetch_keys(a, item, std::min(hi + kTileKeys * head / item.kv_heads, past),
+                    std::min(hi + kTileKeys * (head + 1) / item.kv_heads, past));
+      pack_tile(a, item.seq, kv_head, base, lo, hi, key_blocks, w);
+      const int64_t past_row = head * head_rows + past_token * a.group;
+      for (int64_t row = head * head_rows + first_token * a.group; row < past_row;) {
+        const int64_t n = std::min<int64_t>(kRowTile, past_row - row);
+        kAttendRows[n](a, item, w, state, row, base, key_blocks);
+        row += n;
+      }
     }
   }
   for (int64_t row = 0; row < rows; ++row) {
@@ -262,7 +270,7 @@ void attend_split(const AttentionParams& a, const AttentionItem& item, int64_t s
 void merge_split(const AttentionParams& a, const AttentionItem& item, const RowState& total,
                  const RowState& split) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
-  for (int64_t row = 0; row < item.tokens * a.group; ++row) {
+  for (int64_t row = 0; row < num_rows(a, item); ++row) {
     if (split.max[row] == kNone) continue;
     float* acc = total.acc + row * a.head_dim;
     const float* add_acc = split.acc + row * a.head_dim;
@@ -286,11 +294,10 @@ void merge_split(const AttentionParams& a, const AttentionItem& item, const RowS
 
 // Divides by the sums and stores. A row that saw nothing (a negative position) becomes zeros.
 void store_rows(const AttentionParams& a, const AttentionItem& item, const RowState& total) {
-  for (int64_t row = 0; row < item.tokens * a.group; ++row) {
+  for (int64_t row = 0; row < num_rows(a, item); ++row) {
     const bool empty = total.max[row] == -std::numeric_limits<float>::infinity();
     const F16 scale = set16(empty ? 0.0f : 1.0f / total.sum[row]);
-    bf16_t* out = a.out + (item.token + row / a.group) * a.out_strides[0] +
-                  (item.kv_head * a.group + row % a.group) * a.out_strides[1];
+    bf16_t* out = a.out + row_offset(a, item, row, a.out_strides);
     for (int64_t d = 0; d < a.head_dim; d += kLineRows) {
       store16_bf16(out + d, fma(load16(total.acc + row * a.head_dim + d), scale, zero16()));
     }
@@ -298,7 +305,7 @@ void store_rows(const AttentionParams& a, const AttentionItem& item, const RowSt
 }
 
 Workspace make_workspace(const AttentionParams& a, const AttentionItem& item, char*& memory) {
-  const int64_t rows = item.tokens * a.group;
+  const int64_t rows = num_rows(a, item);
   const Workspace w{
       .q = take<bf16_t>(memory, rows * a.head_dim),
       .k = take<uint32_t>(memory, kTileKeys * a.head_dim / 2),
@@ -308,9 +315,7 @@ Workspace make_workspace(const AttentionParams& a, const AttentionItem& item, ch
       .lane_sums = take<float>(memory, rows * kLineRows),
   };
   for (int64_t row = 0; row < rows; ++row) {
-    const bf16_t* q = a.q + (item.token + row / a.group) * a.q_strides[0] +
-                      (item.kv_head * a.group + row % a.group) * a.q_strides[1];
-    std::copy_n(q, a.head_dim, w.q + row * a.head_dim);
+    std::copy_n(a.q + row_offset(a, item, row, a.q_strides), a.head_dim, w.q + row * a.head_dim);
   }
   return w;
 }
@@ -320,7 +325,7 @@ void attend_items(const AttentionParams& a, const AttentionItem* items, Scratch&
                   int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const AttentionItem& item = items[i];
-    const int64_t rows = item.tokens * a.group;
+    const int64_t rows = num_rows(a, item);
     char* memory = static_cast<char*>(scratch.get(workspace_bytes(a, rows)));
     const RowState total = take_rows(a, memory, rows), part = take_rows(a, memory, rows);
     const Workspace w = make_workspace(a, item, memory);
@@ -336,7 +341,7 @@ void attend_items(const AttentionParams& a, const AttentionItem* items, Scratch&
 // One split of one item, into its own row state.
 void attend_part(const AttentionParams& a, const AttentionItem& item, int64_t split,
                  Scratch& scratch, const RowState& part) {
-  char* memory = static_cast<char*>(scratch.get(workspace_bytes(a, item.tokens * a.group)));
+  char* memory = static_cast<char*>(scratch.get(workspace_bytes(a, num_rows(a, item))));
   attend_split(a, item, split, make_workspace(a, item, memory), part);
 }
 
@@ -392,11 +397,25 @@ struct AttentionParams {
 };
 
 struct AttentionItem {
-  int64_t seq, kv_head;
-  int64_t token, tokens;  // in q and out
-  int64_t position;       // of the first token
+  int64_t seq;
+  int64_t kv_head, kv_heads;  // the first, and how many
+  int64_t token, tokens;      // in q and out
+  int64_t position;           // of the first token
   int64_t first_split, past_split;
 };
+
+// An item's rows: [kv_heads, tokens, group].
+int64_t num_rows(const AttentionParams& a, const AttentionItem& item) {
+  return item.kv_heads * item.tokens * a.group;
+}
+
+// Where a row lies in q or out.
+int64_t row_offset(const AttentionParams& a, const AttentionItem& item, int64_t row,
+                   const int64_t (&strides)[2]) {
+  const int64_t token = row / a.group % item.tokens, kv_head = row / (a.group * item.tokens);
+  return (item.token + token) * strides[0] +
+         ((item.kv_head + kv_head) * a.group + row % a.group) * strides[1];
+}
 
 // What the online softmax has summed up, for each row.
 struct RowState {
@@ -456,12 +475,13 @@ void list_items(const AttentionParams& a, int64_t num_seqs, int64_t num_kv_heads
     for (int64_t token = begin; token < end; token += item_tokens) {
       const int64_t tokens = std::min(item_tokens, end - token);
       const int64_t position = seq_lens[seq] - (end - token);
-      const int64_t first_key =
-          a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+      const int64_t first_key = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       const int64_t past_key = std::max<int64_t>(0, position + tokens);
-      for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      const int64_t item_heads = std::max<int64_t>(1, kMaxItemRows / (tokens * a.group));
+      for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head += item_heads) {
         items.push_back({.seq = seq,
                          .kv_head = kv_head,
+                         .kv_heads = std::min(item_heads, num_kv_heads - kv_head),
                          .token = token,
                          .tokens = tokens,
                          .position = position,
@@ -480,7 +500,7 @@ void list_parts(const AttentionParams& a, const std::vector<AttentionItem>& item
   part_items.clear();
   for (size_t i = 0; i < items.size(); ++i) {
     for (int64_t split = items[i].first_split; split < items[i].past_split; ++split) {
-      states.push_back(take_rows(a, memory, items[i].tokens * a.group));
+      states.push_back(take_rows(a, memory, num_rows(a, items[i])));
       part_items.push_back(static_cast<int64_t>(i));
     }
   }
@@ -522,16 +542,15 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   for (const AttentionItem& item : items) {
     const int64_t splits = item.past_split - item.first_split;
     num_parts += splits;
-    part_floats += splits * row_state_floats(a, item.tokens * a.group);
+    part_floats += splits * row_state_floats(a, num_rows(a, item));
   }
   const int threads = num_threads();
   if (threads == 1 || num_items >= kItemsPerThread * threads || num_parts <= num_items ||
       part_floats > kMaxPartFloats) {
     const auto attend = TINYVLLM_DISPATCH(attend_items);
     const AttentionItem* first = items.data();
-    parallel_for(num_items, 1, [&](int64_t begin, int64_t end) {
-      attend(a, first, t_scratch, begin, end);
-    });
+    parallel_for(num_items, 1,
+                 [&](int64_t begin, int64_t end) { attend(a, first, t_scratch, begin, end); });
     return;
   }
 

@@ -4,24 +4,26 @@
 // w[i] = exp((logits[i] - M) / T). The tokens in order of logit, highest first and lower id first
 // among equals, are cut to a prefix: the first top_k of them; of those, the fewest whose weight
 // reaches top_p of the weight of all that top_k left; of those, the ones with w[i] >= min_p (the
-// largest weight is 1). Then one uniform number u in [0, 1) picks from what is kept, in order of id:
-// the first token at which the running sum of weights exceeds u times their total.
+// largest weight is 1). Then one uniform number u in [0, 1) picks from what is kept, in order of
+// id: the first token at which the running sum of weights exceeds u times their total.
 //
 //   u = (x0 * 2^21 + floor(x1 / 2^11)) / 2^53,   (x0, x1, ..) = Philox4x32-10(key, counter)
 //   key = (seed mod 2^32, floor(seed / 2^32)),  counter = (step_idx, 0, 0, 0)
 //
-// Weights are fp32, sums are fp64 in a fixed order, so an implementation with another exp may differ
-// only where u lands within about 1e-7 of a border. A temperature below 1e-5 is argmax, as in vLLM;
-// so is a row with no finite maximum. A NaN logit is never drawn.
+// Weights are fp32, sums are fp64 in a fixed order, so an implementation with another exp may
+// differ only where u lands within about 1e-7 of a border. A temperature below 1e-5 is argmax, as
+// in vLLM; so is a row with no finite maximum. A NaN logit is never drawn.
 //
 // Work. One row a thread; nothing is sorted. The filters only look for the cut, the last token that
 // is kept; then one pass draws. Each pass takes 16 logits a step:
 //
 //   greedy   maximum; first id that equals it
 //   draw     weights summed in chunks of 512; the one chunk in question again, term by term
-//   top_k    maxima of at least 4 * top_k groups: the top_k-th of them bounds the top_k-th logit from
+//   top_k    maxima of at least 4 * top_k groups: the top_k-th of them bounds the top_k-th logit
+//   from
 //            below; the few logits above the bound; nth_element among those
-//   top_p    after top_k: a quickselect by weight among the top_k. Alone: bisection for a narrow band
+//   top_p    after top_k: a quickselect by weight among the top_k. Alone: bisection for a narrow
+//   band
 //            of weights that the cut lies in (a pass for each step), then the same among the band
 #ifdef TINYVLLM_ISA
 #include "simd.h"
@@ -133,6 +135,7 @@ Mass mass_from(const float* weights, int64_t n, float least) {
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 
 #include "../ops.h"
@@ -190,9 +193,8 @@ Words4 philox4x32_10(uint32_t key0, uint32_t key1, Words4 c) {
 
 double uniform(int64_t seed, int32_t step_idx) {
   const uint64_t bits = static_cast<uint64_t>(seed);
-  const Words4 r =
-      philox4x32_10(static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
-                    {{static_cast<uint32_t>(step_idx), 0, 0, 0}});
+  const Words4 r = philox4x32_10(static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
+                                 {{static_cast<uint32_t>(step_idx), 0, 0, 0}});
   return static_cast<double>(uint64_t{r.x[0]} << 21 | r.x[1] >> 11) * 0x1p-53;
 }
 
@@ -265,9 +267,9 @@ class RowSampler {
  public:
   RowSampler(const float* logits, int64_t n, const RowParams& params, Scratch& scratch)
       : logits_(logits), n_(n), p_(params) {
-    char* memory = static_cast<char*>(
-        scratch.get((n / kChunk + 1) * sizeof(double) + n * (sizeof(Candidate) + sizeof(int32_t)) +
-                    (n + 2 * kLineRows) * sizeof(float)));
+    char* memory = static_cast<char*>(scratch.get((n / kChunk + 1) * sizeof(double) +
+                                                  n * (sizeof(Candidate) + sizeof(int32_t)) +
+                                                  (n + 2 * kLineRows) * sizeof(float)));
     sums_ = reinterpret_cast<double*>(memory);
     candidates_ = reinterpret_cast<Candidate*>(sums_ + n / kChunk + 1);
     ids_ = reinterpret_cast<int32_t*>(candidates_ + n);
@@ -320,7 +322,8 @@ class RowSampler {
       before += weights[id - begin];
       if (before > target) break;
     }
-    // The sum of a chunk and that of its terms may differ in the last bit: then its last term it is.
+    // The sum of a chunk and that of its terms may differ in the last bit: then its last term it
+    // is.
     return drawn >= 0 ? static_cast<int32_t>(drawn) : first_id(weighing_.largest);
   }
 
@@ -354,7 +357,8 @@ class RowSampler {
     TINYVLLM_DISPATCH(weigh_logits)(values_, logits_, 0, n_, weighing_);
     const double total = mass_from(values_, n_, 0).sum, wanted = p_.top_p * total;
     // All tokens below this weigh less than 1 - top_p together.
-    float low = static_cast<float>(std::min(0.99 * (total - wanted) / static_cast<double>(n_), 1.0));
+    float low =
+        static_cast<float>(std::min(0.99 * (total - wanted) / static_cast<double>(n_), 1.0));
     float high = 2;
     Mass from_low = mass_from(values_, n_, low), from_high = {0, 0};
     while (from_low.count - from_high.count > kFew) {

@@ -6,8 +6,8 @@
 //   line:  w[0][k] w[0][k+1] | w[1][k] w[1][k+1] | ... | w[15][k] w[15][k+1]
 //
 // dot(acc, line, pair) adds w[i][k] * x[k] + w[i][k+1] * x[k+1] to acc[i], i = 0..15, which is one
-// instruction (vdpbf16ps) where the processor has it, and two fp32 FMAs a register elsewhere: a bf16
-// is the upper half of an fp32, so `bits << 16` and `bits & 0xffff0000` are the two values.
+// instruction (vdpbf16ps) where the processor has it, and two fp32 FMAs a register elsewhere: a
+// bf16 is the upper half of an fp32, so `bits << 16` and `bits & 0xffff0000` are the two values.
 //
 // Rounding. FMAs are written out; nothing here may be contracted by the compiler (the build says
 // -ffp-contract=off), because the same row must get the same bits from every tile shape.
@@ -133,7 +133,7 @@ TINYVLLM_INLINE F16 load16(const float* p) {
   return r;
 }
 TINYVLLM_INLINE void store16(float* p, F16 a) {
-  TINYVLLM_EACH_PART(i) *reinterpret_cast<FloatMem*>(p + i * kWidth) = a.v[i];
+  TINYVLLM_EACH_PART(i) { *reinterpret_cast<FloatMem*>(p + i * kWidth) = a.v[i]; }
 }
 TINYVLLM_INLINE F16 add(F16 a, F16 b) {
   TINYVLLM_EACH_PART(i) a.v[i] = a.v[i] + b.v[i];
@@ -158,7 +158,7 @@ TINYVLLM_INLINE F16 max(F16 a, F16 b) {
 
 // Horizontal reductions, in one fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
 #if defined(TINYVLLM_ISA_AVX512)
-#define TINYVLLM_REDUCE(x, op)                                                                \
+#define TINYVLLM_REDUCE(x, op)                                                                    \
   x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
   x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
   x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
@@ -285,8 +285,7 @@ TINYVLLM_INLINE void interleave16(uint32_t* words, const bf16_t* even, const bf1
   TINYVLLM_EACH_PART(i) {
     const HalfV low = *reinterpret_cast<const HalfMem*>(even + i * kWidth);
     const HalfV high = *reinterpret_cast<const HalfMem*>(odd + i * kWidth);
-    *reinterpret_cast<WordMem*>(words + i * kWidth) =
-        widen(low) | (widen(high) << 16);
+    *reinterpret_cast<WordMem*>(words + i * kWidth) = widen(low) | (widen(high) << 16);
   }
 }
 

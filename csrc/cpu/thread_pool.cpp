@@ -155,8 +155,6 @@ int default_num_threads() {
 
 thread_local bool t_in_region = false;
 
-}  // namespace
-
 // A region's life, in `state_`:
 //
 //   [ open : 1 | epoch : 19 | joined : 12 ]
@@ -180,8 +178,6 @@ class ThreadPool {
   }
 
   void set_num_threads(int n) {
-    // In this order: a worker with a task needs the region to finish it, and is then joined here.
-    const std::lock_guard<std::mutex> no_task(task_mutex_);
     const std::lock_guard<std::mutex> one_region(region_mutex_);
     num_threads_.store(std::clamp(n, 1, kMaxThreads));
     {
@@ -227,41 +223,11 @@ class ThreadPool {
     if (job_.error != nullptr) std::rethrow_exception(std::exchange(job_.error, nullptr));
   }
 
-  // Puts `task` where the next idle worker takes it. False when another one lies there.
-  bool offer(Task* task) {
-    Task* none = nullptr;
-    if (!offered_.compare_exchange_strong(none, task, std::memory_order_seq_cst)) return false;
-    wake_workers(1);
-    return true;
-  }
-
-  // True if no worker has taken `task`, which none will then.
-  bool take_back(Task* task) {
-    return offered_.compare_exchange_strong(task, nullptr, std::memory_order_acq_rel);
-  }
-
-  // Works as one more worker until `done`.
-  void help(const std::atomic<bool>& done) {
-    t_in_region = true;
-    uint32_t seen = kNoEpoch;
-    for (int looks = 0; !done.load(std::memory_order_acquire);) {
-      if (join_region(seen)) {
-        looks = 0;
-      } else if (++looks < kLooksBeforeYield) {
-        cpu_relax();
-      } else {
-        std::this_thread::yield();
-      }
-    }
-    t_in_region = false;
-  }
-
  private:
   static constexpr uint32_t kOpen = 1u << 31;
   static constexpr uint32_t kJoinedMask = 0xfff;
   static constexpr uint32_t kEpochOne = kJoinedMask + 1;
   static constexpr uint32_t kEpochMask = ~(kOpen | kJoinedMask);
-  static constexpr uint32_t kNoEpoch = 1;
 
   struct Job {
     detail::ParallelBody body;
@@ -340,50 +306,23 @@ class ThreadPool {
 #endif
     t_in_region = true;  // a nested parallel_for in a body runs inline
     while (!surplus(index)) {
-      if (join_region(seen) || run_offered()) continue;
-      if (!spin(index, seen)) sleep(index, seen);
-    }
-  }
-
-  // Claims ranges of the open region, if it is a new one.
-  bool join_region(uint32_t& seen) {
-    uint32_t state = state_.load(std::memory_order_acquire);
-    while (is_new(state, seen)) {
+      uint32_t state = state_.load(std::memory_order_acquire);
+      if (!is_new(state, seen)) {
+        if (!spin(index, seen)) sleep(index, seen);
+        continue;
+      }
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
       seen = state & kEpochMask;
       claim_ranges();
       state_.fetch_sub(1, std::memory_order_release);
-      return true;
     }
-    return false;
   }
 
-  // Takes the offered task and runs it, as the caller of its regions.
-  bool run_offered() {
-    if (!has_task()) return false;
-    const std::unique_lock<std::mutex> one_task(task_mutex_, std::try_to_lock);
-    if (!one_task) return false;
-    Task* task = offered_.exchange(nullptr, std::memory_order_acq_rel);
-    if (task == nullptr) return false;
-    task_runs_.store(true, std::memory_order_relaxed);
-    t_in_region = false;
-    task->run();  // its owner may destroy it from here on
-    t_in_region = true;
-    task_runs_.store(false, std::memory_order_relaxed);
-    return true;
-  }
-
-  // While one runs, a second engine's task waits for its owner.
-  bool has_task() const {
-    return offered_.load(std::memory_order_seq_cst) != nullptr &&
-           !task_runs_.load(std::memory_order_relaxed);
-  }
-
-  // True as soon as there is a new region or a task; false after kSpin without one.
+  // True as soon as there is a new region; false after kSpin without one.
   bool spin(int index, uint32_t seen) const {
     const auto until = std::chrono::steady_clock::now() + kSpin;
     for (int looks = 1;; ++looks) {
-      if (is_new(state_.load(std::memory_order_relaxed), seen) || has_task()) return true;
+      if (is_new(state_.load(std::memory_order_relaxed), seen)) return true;
       if (looks < kLooksBeforeYield) {
         cpu_relax();
       } else {
@@ -400,7 +339,7 @@ class ThreadPool {
     std::unique_lock<std::mutex> lock(sleep_mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     wake_.wait(lock, [&] {
-      return surplus(index) || is_new(state_.load(std::memory_order_seq_cst), seen) || has_task();
+      return surplus(index) || is_new(state_.load(std::memory_order_seq_cst), seen);
     });
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
@@ -412,13 +351,8 @@ class ThreadPool {
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
   std::mutex region_mutex_;
-  std::mutex task_mutex_;  // held while a worker runs a task
-  std::atomic<Task*> offered_{nullptr};
-  std::atomic<bool> task_runs_{false};
   std::vector<std::thread> workers_;  // guarded by region_mutex_
 };
-
-namespace {
 
 // Never destroyed: workers may be asleep in it when the process exits. A forked child has none of
 // its threads and perhaps a locked mutex, so it forgets the pool and makes its own on first use.
@@ -447,36 +381,6 @@ ThreadPool& pool() {
 int num_threads() { return pool().num_threads(); }
 
 void set_num_threads(int n) { pool().set_num_threads(n); }
-
-Task::~Task() {
-  if (offered_ && !done_.load(std::memory_order_acquire) && !pool().take_back(this)) {
-    pool().help(done_);
-  }
-}
-
-void Task::start() {
-  done_.store(false, std::memory_order_relaxed);
-  error_ = nullptr;
-  offered_ = !t_in_region && pool().offer(this);
-}
-
-void Task::wait() {
-  if (!offered_ || pool().take_back(this)) {
-    run();
-  } else {
-    pool().help(done_);
-  }
-  if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
-}
-
-void Task::run() {
-  try {
-    work_();
-  } catch (...) {
-    error_ = std::current_exception();
-  }
-  done_.store(true, std::memory_order_release);
-}
 
 void detail::run_parallel(int64_t n, int64_t grain, ParallelBody body, void* context) {
   grain = std::max<int64_t>(grain, 1);

@@ -6,13 +6,9 @@
 // not fixed; a body must give the same bits whoever runs it, in whatever ranges.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <type_traits>
-#include <utility>
 
 namespace tinyvllm::cpu {
 
@@ -48,31 +44,5 @@ void parallel_for(int64_t n, int64_t grain, F&& f) {
       },
       const_cast<void*>(static_cast<const void*>(std::addressof(f))));
 }
-
-// Work of many parallel_for that goes on while its owner does something else. A worker that is
-// awake takes it at once and calls the parallel_for; wait() joins in as one of the threads. If no
-// worker has taken it by then, the owner runs it itself: nobody ever waits for a thread to wake up.
-class Task {
- public:
-  explicit Task(std::function<void()> work) : work_(std::move(work)) {}
-  Task(const Task&) = delete;
-  Task& operator=(const Task&) = delete;
-  // Drops work that nobody has taken and waits for work that somebody has.
-  ~Task();
-
-  // Once before each wait().
-  void start();
-  // Returns when the work is done, with its writes visible, and rethrows its exception.
-  void wait();
-
- private:
-  friend class ThreadPool;
-  void run();
-
-  std::function<void()> work_;
-  std::exception_ptr error_;
-  bool offered_ = false;
-  std::atomic<bool> done_{true};
-};
 
 }  // namespace tinyvllm::cpu

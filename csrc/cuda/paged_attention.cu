@@ -1,59 +1,61 @@
-// out[t,h] = sum over keys j of softmax(q[t,h] . k[j,h'] * softmax_scale)[j] * v[j,h'], where j runs
-// over the keys that token t may see and h' = h / group is the kv head that its query head shares.
+// out[t,h] = sum over keys j of softmax(q[t,h] . k[j,h'] * softmax_scale)[j] * v[j,h'], where j
+// runs over the keys that token t may see and h' = h / group is the kv head that its query head
+// shares.
 //
 // Layout. k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim] bf16; key j of
-// sequence s lies in block block_tables[s][j / block_size]. As in ../cpu, keys are taken in tiles of
-// 64, aligned to absolute positions, four tiles make a split, and the queries of one kv head are
-// rows, `group` for each token:
+// sequence s lies in block block_tables[s][j / block_size]. Keys are taken in tiles of 64, aligned
+// to absolute positions; two tiles make a split, from key 16384 on eight. The queries of one kv
+// head are rows, `group` for each token.
 //
 //   keys   0 ......... 63 | 64 ....... 127 | 128 ...... 191 | 192 ...... 255 | 256 ...
 //          [ tile 0      ]  [ tile 1      ]  [ tile 2      ]  [ tile 3      ]  [ tile 4
-//          [ split 0                                                        ]  [ split 1
+//          [ split 0                     ]  [ split 1                     ]  [ split 2
 //
 // A warp holds 16 rows (or twice 16) as mma.m16n8k16 fragments and passes over a tile:
 //
 //   s [16,64] = q [16,head_dim] k^T    then p = 2^(s * scale_log2 - m), the online softmax, in fp32
-//   acc [16,head_dim] += bf16(p) v     where 4 lanes share a row, each with a sixteenth of s
+//   acc [16,head_dim] += bf16(p) v     where 4 lanes share a row, each with a quarter of s
 //
 // Within a split a row carries a running maximum m, a sum l and acc. Finished splits are merged in
-// ascending order. A sequence with several queries makes row tiles, one with a single query (decode)
-// makes splits; the arithmetic is the same.
+// ascending order. A sequence with several queries makes row tiles, one with a single query
+// (decode) makes splits; the arithmetic is the same.
 //
-//   attend_row_tiles_kernel   A block: 128 rows (64 for head_dim 128) of one kv head. Its 4 warps
-//     share the tiles of keys, which come through a ring of three stages (two), and each merges its
-//     rows' splits as it goes; the merged total waits in shared memory, 64 floats a thread.
+//   attend_row_tiles_kernel   A block takes 128 rows (64 for head_dim 128) of one kv head. Its 4
+//     warps share the tiles of keys, which come through a ring of three stages (two), and each
+//     merges its rows' splits as it goes; the merged total waits in shared memory.
 //
-//   attend_splits_kernel      A warp, alone: up to 16 rows, a run of consecutive splits of one query
-//     and kv head after the other, through a ring of its own that runs on into the next run:
+//   attend_splits_kernel      A warp, alone, takes up to 16 rows: a run of consecutive splits of
+//     one query and kv head after the other, through a ring of its own that goes on into the next
+//     run:
 //
 //       memory --cp.async--> [q][k 0..63][v 0..63][k 64..127][v 64..127] .. [q of the next run] ..
 //
-//     The splits of all queries in a row are cut into equal ranges, one for every group of warps;
-//     the warps of a group take one kv head each, so that they read the same blocks together.
+//     The splits of all queries, laid end to end, are cut into equal ranges, one for every group of
+//     warps; the warps of a group take one kv head each and read the same blocks.
 //
-//       query   0              | 1        | 2     | 3                         (splits)
-//       range   [  group 0  ][  group 1  ][  group 2  ][  group 3  ]
+//       query   | 0                | 1        | 2     | 3                |
+//       range   [  group 0  ][  group 1  ][  group 2    ][  group 3      ]
 //
-//     Queries 2 lies in one range: its rows are merged and stored at once. Of the others every split
-//     goes to the workspace, and
+//     Query 2 lies in one range: its rows are merged and stored at once. Of a query that is divided
+//     the first range leaves one part, all of its splits merged, and the others one for each split.
 //
-//   merge_splits_kernel       merges them: a block for each query and kv head, a thread for each
-//     column. It is on the device before its predecessor ends, and has found its parts by then.
+//   merge_splits_kernel       merges these: a block for each query and kv head.
 //
 // A row's bits depend on the row alone, however its prompt was cut and whatever runs beside it:
 // boundaries are absolute, a row of an mma does not see the other rows, keys that a row may not see
 // add p = 0, and merging is the same fused multiply-adds wherever it is done. (v must be finite.)
 //
 // Work list. The grids depend on the sizes of the tensors alone, so a graph can hold them; warps
-// find their work by scanning the lengths, 32 sequences at a time. A graph of S sequences and as
-// many tokens (decode) has no row tiles: should a sequence have several queries there after all,
-// each is a query of its own. The first row tiles are dealt out, longest first, the others taken from
-// a counter, which the last block to finish resets.
+// find their work by scanning the lengths, 32 sequences at a time. A call with no more tokens than
+// sequences (decode) launches no row tiles: should a sequence have several queries there after all,
+// each is a query of its own. The first row tiles are dealt out, longest first, the others taken
+// from a counter, which the last block to finish resets.
 //
-// Memory. Row tiles: 128 threads, at most 255 registers, 80 KiB (head_dim 128: 96 KiB) of shared
-// memory; two blocks per SM. Splits: the numbers are at SplitSizes. Workspace: group * (head_dim + 2)
-// floats for each split of a query that is divided. When all of them would not fit, ranges end with
-// queries, and nothing is divided: as right, less parallel.
+// Memory (head_dim 64 | 128). Row tiles: 128 threads of 254 | 234 registers, 80 | 96 KiB of shared
+// memory. Splits: 128 | 64 threads of 201 | 255 registers (222 | 255 for groups above 8), 96 KiB.
+// Two blocks of either per SM. Merge: 127 registers. Workspace: min(group, 16) * (head_dim + 2)
+// floats for each split. If those of all splits would not fit, ranges end with queries and nothing
+// is divided: as right, less parallel.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -70,8 +72,9 @@ namespace tinyvllm::cuda {
 namespace {
 
 constexpr int kTileKeys = 64;
-constexpr int kSplitKeys = 256;
-constexpr int kSplitTiles = kSplitKeys / kTileKeys;
+// Splits are of 2 tiles up to tile 256, of 8 from there on: fine ones feed more warps, coarse ones
+// leave less to merge.
+constexpr int kFineTiles = 256, kFineSplit = 2, kCoarseSplit = 8;
 constexpr int kBlockRows = 16;  // of an mma, and keys that surely lie in one block of the cache
 constexpr int kTileBlocks = kTileKeys / kBlockRows;
 constexpr int kWarps = 4;
@@ -81,7 +84,7 @@ constexpr unsigned kAllLanes = ~0u;
 
 template <int kHeadDim>
 struct Sizes {
-  static constexpr int kChunks = kHeadDim / 8;               // of 16 bytes, in a row
+  static constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   static constexpr int kRowBytes = kHeadDim * 2;
   static constexpr int kRowBlocks = kHeadDim == 64 ? 2 : 1;  // of 16 rows, for a warp of a row tile
   static constexpr int kTileRows = kWarps * kRowBlocks * 16;
@@ -92,14 +95,27 @@ struct Sizes {
   static_assert(kTileRows * kRowBytes <= 2 * kTileBytes, "the q of a row tile fits a stage");
 };
 
-// Of a warp's ring of slots, and of attend_splits_kernel: enough blocks for some 150 KiB on their
-// way per SM.
+// Of attend_splits_kernel. A slot of a warp's ring holds the k or the v of a tile, and two of three
+// slots are on their way: 128 KiB per SM.
 template <int kHeadDim>
 struct SplitSizes {
   static constexpr int kSlotBytes = kTileKeys * kHeadDim * 2;
   static constexpr int kRing = 3;
-  static constexpr int kBlocksPerSm = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kWarps = kHeadDim == 64 ? 4 : 2;
+  static constexpr int kBlocksPerSm = 2;
   static constexpr int kSharedBytes = kWarps * kRing * kSlotBytes;
+};
+
+// A query whose splits were divided: its first ones are one part, in `slot`, each other has its
+// own.
+struct MergeItem {
+  int token, slot;           // slot: of its first split and head unit 0
+  int first_splits, splits;  // equal: there is nothing to merge
+};
+
+struct MergeList {
+  int4 num_queries;   // in x
+  MergeItem items[];  // [num_queries]
 };
 
 struct AttentionParams {
@@ -110,7 +126,8 @@ struct AttentionParams {
   const int32_t* block_tables;   // [S, max_blocks], row stride table_stride
   const int32_t* cu_seqlens_q;   // [S + 1]
   const int32_t* seq_lens;       // [S]
-  float* parts;                  // [slots, part_floats]: acc [rows, head_dim], (m, l) [rows, 2]
+  float* parts;                  // [max_slots, part_floats]: acc [rows, head_dim], (m, l) [rows, 2]
+  MergeList* merge_list;         // what merge_splits_kernel is to do
   uint32_t* counters;            // Counter
   int64_t out_stride, q_stride, table_stride;
   int num_seqs, num_kv_heads, group;
@@ -118,7 +135,7 @@ struct AttentionParams {
   int block_shift;  // log2(block_size)
   int window;       // <= 0: none
   int part_floats, max_slots;
-  int split_warps;  // of attend_splits_kernel
+  int split_warps;   // of attend_splits_kernel
   bool only_splits;  // every query is a query of its own, there are no row tiles
   float scale_log2;  // softmax_scale * log2(e)
 };
@@ -129,8 +146,8 @@ __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) 
 
 // ---- The arithmetic of a tile -------------------------------------------------------------------
 
-// What 16 * kBlocks rows have summed up. Lane 4 * g + t holds rows g and g + 8 of every block, and of
-// their acc the columns 8n + 2t, 8n + 2t + 1; `sum` is over the lane's own keys until sum_lanes.
+// What 16 * kBlocks rows have summed up. Lane 4 * g + t holds rows g and g + 8 of every block, and
+// of their acc the columns 8n + 2t, 8n + 2t + 1; `sum` is over the lane's own keys until sum_lanes.
 template <int kHeadDim, int kBlocks>
 struct Rows {
   float max[kBlocks][2];  // in units of log2
@@ -222,8 +239,9 @@ __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
 
 // One step of the online softmax: s becomes p, and what was summed before shrinks. Lane 4 * g + t
 // holds keys base + 8n + 2t, + 1 of s. A row sees keys (position - window, position]; kMasked is
-// for tiles that some row does not see in full.
-template <bool kMasked, int kHeadDim, int kBlocks>
+// for tiles that some row does not see in full; with one half, rows 8 .. 15 of a block are not
+// there.
+template <bool kMasked, int kHalves, int kHeadDim, int kBlocks>
 __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks],
                                              float (&s)[kBlocks][kTileKeys / 8][4],
                                              Rows<kHeadDim, kBlocks>& rows,
@@ -232,9 +250,14 @@ __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks
   constexpr int kColumns = kTileKeys / 8;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    float keep[2];
+    float keep[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (h >= kHalves) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) p[b][n / 2][h + 2 * (n % 2)] = 0;
+        continue;
+      }
       if (kMasked) {
         const int last = position[b][h] - base - lane_id() % 4 * 2;
         const int before = window > 0 ? last - window : -kTileKeys - 1;
@@ -275,7 +298,9 @@ __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows.acc[b][n][i] = __fmul_rn(rows.acc[b][n][i], keep[i / 2]);
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          rows.acc[b][n][i] = __fmul_rn(rows.acc[b][n][i], keep[i / 2]);
+        }
       }
     }
   }
@@ -321,6 +346,17 @@ __device__ __forceinline__ int scan_lanes(int x) {
   return x;
 }
 
+// Splits, counted from the first key of the sequence.
+__device__ __forceinline__ int split_of(int tile) {
+  return tile < kFineTiles ? tile / kFineSplit
+                           : kFineTiles / kFineSplit + (tile - kFineTiles) / kCoarseSplit;
+}
+
+__device__ __forceinline__ int split_begin(int split) {
+  constexpr int kFine = kFineTiles / kFineSplit;
+  return split < kFine ? split * kFineSplit : kFineTiles + (split - kFine) * kCoarseSplit;
+}
+
 // What a sequence asks of the kernels. The queries that go by splits are alike: each is given the
 // tiles that any of them sees.
 struct Sequence {
@@ -329,7 +365,8 @@ struct Sequence {
   int first_tile, num_tiles;  // of each of them
   int row_tiles;
 
-  __device__ Sequence() : q_begin(0), q_len(0), seq_len(0), queries(0), num_tiles(0), row_tiles(0) {}
+  __device__ Sequence()
+      : q_begin(0), q_len(0), seq_len(0), queries(0), num_tiles(0), row_tiles(0) {}
 
   __device__ Sequence(const AttentionParams& p, int s, int tile_rows) : Sequence() {
     if (s >= p.num_seqs) return;
@@ -345,18 +382,16 @@ struct Sequence {
     }
   }
 
+  // `tile` counts from first_tile here; it begins a split, or is num_tiles.
+  __device__ int splits_before(int tile) const {
+    return tile == 0 ? 0 : split_of(first_tile + tile - 1) + 1 - split_of(first_tile);
+  }
   __device__ int num_splits() const { return splits_before(num_tiles); }
 
-  // Splits are cut at multiples of kSplitTiles, counted from the first key of the sequence.
-  __device__ int splits_before(int tile) const {
-    if (tile == 0) return 0;
-    return (first_tile + tile + kSplitTiles - 1) / kSplitTiles - first_tile / kSplitTiles;
-  }
-
-  // The first tile from `tile` on that begins a split.
+  // The first tile from `tile` on that begins a split, or num_tiles.
   __device__ int next_split(int tile) const {
     if (tile == 0) return 0;
-    return (first_tile + tile + kSplitTiles - 1) / kSplitTiles * kSplitTiles - first_tile;
+    return min(num_tiles, split_begin(split_of(first_tile + tile - 1) + 1) - first_tile);
   }
 };
 
@@ -368,20 +403,12 @@ class Sequences {
       : p_(params), tile_rows_(tile_rows) {}
 
   // The sequence of row tile `i` of all, counted once a kv head. False when there are not so many.
-  __device__ bool find_row_tile(int i) {
-    return find(i, row_tiles_);
-  }
+  __device__ bool find_row_tile(int i) { return find(i, row_tiles_); }
   // That of tile `i` of the queries that go by splits.
-  __device__ bool find_tile(int i) {
-    return find(i, tiles_);
-  }
-  // That of query `i` of those.
-  __device__ bool find_query(int i) {
-    return find(i, queries_);
-  }
+  __device__ bool find_tile(int i) { return find(i, tiles_); }
 
-  int seq;            // found
-  Sequence sequence;  // the same
+  int seq;                                                            // found
+  Sequence sequence;                                                  // the same
   int row_tiles_before, tiles_before, queries_before, splits_before;  // in the sequences before it
 
  private:
@@ -429,12 +456,10 @@ class Sequences {
   Sum row_tiles_, tiles_, queries_, splits_;
 };
 
-// Copies 16 keys, or values, of one kv head: where block_tables says they are. A group of lanes takes
-// a row, 16 bytes a lane.
+// Copies 16 keys, or values, of one kv head: where block_tables says they are. A group of lanes
+// takes a row, 16 bytes a lane.
 template <int kHeadDim, int kRows>
 class BlockCopier {
-  static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
-
  public:
   // Copies rows `row` + kRows * i; needs all lanes.
   __device__ BlockCopier(const AttentionParams& p, int row, int chunk)
@@ -546,9 +571,10 @@ class RowTiles {
     }
     // The warp's keys are (lowest - window, highest], all of them seen by all rows up to `lowest`.
     const int lowest = first_position + min(warp_row, last_row) / p_.group;
-    const int highest = warp_row > last_row
-                            ? -1
-                            : first_position + min(warp_row + kBlocks * 16 - 1, last_row) / p_.group;
+    const int highest =
+        warp_row > last_row
+            ? -1
+            : first_position + min(warp_row + kBlocks * 16 - 1, last_row) / p_.group;
 
     // q comes through the stage that is filled last.
     copy_queries(first_row, last_row, stages_ + (kStages - 1) * 2 * Size::kTileBytes);
@@ -578,14 +604,15 @@ class RowTiles {
       if (tile + kStages - 1 < end) copy_tile(tile + kStages - 1, free_stage);
       commit_copies();
       const int base = tile * kTileKeys;
-      const bool seen = base <= highest && (p_.window <= 0 || base + kTileKeys > lowest - p_.window + 1);
+      const bool seen =
+          base <= highest && (p_.window <= 0 || base + kTileKeys > lowest - p_.window + 1);
       if (seen) {
-        const bool masked = base + kTileKeys - 1 > lowest ||
-                            (p_.window > 0 && base <= highest - p_.window);
+        const bool masked =
+            base + kTileKeys - 1 > lowest || (p_.window > 0 && base <= highest - p_.window);
         attend_tile(rows, q, position, stages_ + stage * 2 * Size::kTileBytes, base, masked);
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
-      if ((tile + 1) % (kSplitKeys / kTileKeys) == 0 && tile + 1 < end) {
+      if (split_of(tile + 1) != split_of(tile) && tile + 1 < end) {
         add_to_total(rows);
         store_total(rows);
         rows.reset();
@@ -632,27 +659,29 @@ class RowTiles {
     }
     Fragment4 p[kBlocks][kTileBlocks];
     if (masked) {
-      softmax_step<true>(p, s, rows, position, base, p_.window, p_.scale_log2);
+      softmax_step<true, 2>(p, s, rows, position, base, p_.window, p_.scale_log2);
     } else {
-      softmax_step<false>(p, s, rows, position, base, p_.window, p_.scale_log2);
+      softmax_step<false, 2>(p, s, rows, position, base, p_.window, p_.scale_log2);
     }
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      add_values<kHeadDim, kBlocks>(rows, p, i, stage + Size::kTileBytes + i * kBlockRows * Size::kRowBytes);
+      add_values<kHeadDim, kBlocks>(rows, p, i,
+                                    stage + Size::kTileBytes + i * kBlockRows * Size::kRowBytes);
     }
   }
 
-  // rows = total + rows. The total of acc lies in shared memory, four floats of every thread in turn.
+  // rows = total + rows. The total of acc lies in shared memory, four floats a thread in turn.
   __device__ __forceinline__ void add_to_total(Rows<kHeadDim, kBlocks>& rows) {
     rows.sum_lanes();
     if (!has_total_) return;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const Merge merge[2] = {{total_max_[b][0], rows.max[b][0]}, {total_max_[b][1], rows.max[b][1]}};
+      const Merge merge[2] = {{total_max_[b][0], rows.max[b][0]},
+                              {total_max_[b][1], rows.max[b][1]}};
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
         const float4 total = totals_[(b * (kHeadDim / 8) + n) * kThreads];
-        float(&acc)[4] = rows.acc[b][n];
+        float (&acc)[4] = rows.acc[b][n];
         acc[0] = merge[0](total.x, acc[0]);
         acc[1] = merge[0](total.y, acc[1]);
         acc[2] = merge[1](total.z, acc[2]);
@@ -672,7 +701,7 @@ class RowTiles {
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
-        const float(&acc)[4] = rows.acc[b][n];
+        const float (&acc)[4] = rows.acc[b][n];
         totals_[(b * (kHeadDim / 8) + n) * kThreads] = {acc[0], acc[1], acc[2], acc[3]};
       }
 #pragma unroll
@@ -719,28 +748,27 @@ class RowTiles {
 // How the queries' splits are divided over groups of warps: group g takes the splits that begin in
 // its range of the tiles of all queries.
 struct Division {
-  int64_t tiles = 0;
-  int groups;
+  int64_t tiles;
+  int queries, groups;
   bool divided;  // else ranges end with queries
 
   // All lanes together.
   __device__ explicit Division(const AttentionParams& p) {
-    int lane_tiles = 0, lane_splits = 0;
+    int lane_tiles = 0, lane_splits = 0, lane_queries = 0;
     for (int s = lane_id(); s < p.num_seqs; s += 32) {
       const Sequence sequence(p, s, 1);
       lane_tiles += sequence.queries * sequence.num_tiles;
       lane_splits += sequence.queries * sequence.num_splits();
+      lane_queries += sequence.queries;
     }
     tiles = __reduce_add_sync(kAllLanes, lane_tiles);
+    queries = __reduce_add_sync(kAllLanes, lane_queries);
     const int splits = __reduce_add_sync(kAllLanes, lane_splits);
     groups = max(1, min(p.split_warps / p.head_units, splits));
     divided = static_cast<int64_t>(splits) * p.head_units <= p.max_slots;
   }
 
   __device__ int begin_of(int group) const { return static_cast<int>(tiles * group / groups); }
-  __device__ int group_of(int tile) const {
-    return static_cast<int>(((int64_t{tile} + 1) * groups - 1) / tiles);
-  }
 };
 
 // Up to 16 rows: query heads of one token that share a kv head.
@@ -758,14 +786,15 @@ struct HeadUnit {
 // Consecutive splits of one query. Lies beside the slot with its q.
 struct alignas(16) Run {
   int token;  // -1: the stream ends here
-  int seq, position;
-  int begin, end;          // keys that it sees; begin is that of a tile
-  int first_split, splits;  // of kSplitKeys keys
-  int slot;                // of its first split; -1: all splits of the query are here
+  int position;
+  int begin, end;  // keys that it sees; begin is that of a tile
+  int first_split, splits;
+  int slot;                                   // of its first split
+  enum Kind { kWhole, kFirst, kOther } kind;  // all splits of the query; its first ones; others
 };
 
-// Finds the runs of a warp. Not inlined, so that what it remembers stays out of the registers of the
-// loops that it is called from, rarely.
+// Finds the runs of a warp. Not inlined, so that what it remembers stays out of the registers of
+// the loops that it is called from, rarely.
 class RunFinder {
  public:
   __device__ RunFinder(const AttentionParams& params, const Division& division, int group, int unit)
@@ -776,6 +805,8 @@ class RunFinder {
         past_tile_(division.begin_of(group + 1)),
         sequences_(params, 1) {}
 
+  int seq;  // of the run found
+
   // False at the end of the range. All lanes together.
   __device__ __noinline__ bool next(Run& run) {
     while (next_tile_ < past_tile_ && sequences_.find_tile(next_tile_)) {
@@ -783,8 +814,8 @@ class RunFinder {
       const int num_tiles = sequence.num_tiles;
       const int query = (next_tile_ - sequences_.tiles_before) / num_tiles;
       const int origin = sequences_.tiles_before + query * num_tiles;
-      int tile = min(num_tiles, sequence.next_split(next_tile_ - origin));
-      int past = min(num_tiles, sequence.next_split(min(num_tiles, past_tile_ - origin)));
+      int tile = sequence.next_split(next_tile_ - origin);
+      int past = sequence.next_split(min(num_tiles, past_tile_ - origin));
       if (!divided_) {
         if (tile > 0) tile = num_tiles;
         past = num_tiles;
@@ -792,19 +823,22 @@ class RunFinder {
       next_tile_ = origin + max(tile, past);
       if (tile >= past) continue;
 
-      run.seq = sequences_.seq;
+      const int first_tile = sequence.first_tile, splits = sequence.num_splits();
+      const int before = sequence.splits_before(tile);
+      seq = sequences_.seq;
       run.token = sequence.q_begin + query;
       run.position = sequence.seq_len - sequence.q_len + query;
-      run.begin = max((sequence.first_tile + tile) * kTileKeys,
+      run.begin = max((first_tile + tile) * kTileKeys,
                       first_visible(p_, run.position) / kTileKeys * kTileKeys);
-      run.end = min((sequence.first_tile + past) * kTileKeys, run.position + 1);
-      run.first_split = (sequence.first_tile + tile) / kSplitTiles;
-      const int before = sequence.splits_before(tile);
+      run.end = min((first_tile + past) * kTileKeys, run.position + 1);
+      run.first_split = split_of(first_tile + tile);
       run.splits = sequence.splits_before(past) - before;
-      run.slot = tile == 0 && past == num_tiles
-                     ? -1
-                     : (sequences_.splits_before + query * sequence.num_splits() + before) *
-                               p_.head_units + unit_;
+      run.slot = (sequences_.splits_before + query * splits + before) * p_.head_units + unit_;
+      run.kind = tile > 0 ? Run::kOther : past < num_tiles ? Run::kFirst : Run::kWhole;
+      if (tile == 0 && unit_ == 0 && lane_id() == 0) {
+        p_.merge_list->items[sequences_.queries_before + query] = {run.token, run.slot, run.splits,
+                                                                   splits};
+      }
       return true;
     }
     return false;
@@ -868,7 +902,7 @@ class SplitProducer {
       past_key_ = run.end;
       tile_ = run.begin;
       next_ = tile_ < past_key_ ? Next::kKeys : Next::kRun;
-      copier_.open(run.seq, unit_.kv_head, first_visible(p_, run.position), past_key_);
+      copier_.open(finder_.seq, unit_.kv_head, first_visible(p_, run.position), past_key_);
       const __nv_bfloat16* q = p_.q + run.token * p_.q_stride + unit_.first_head * kHeadDim;
 #pragma unroll
       for (int i = 0; i < kBlockRows; i += kRows) {
@@ -894,14 +928,18 @@ class SplitProducer {
   int past_key_, tile_;  // of the run, and where it is
 };
 
-template <int kHeadDim>
+template <int kHeadDim, int kHalves>
 class Splits {
   using Size = SplitSizes<kHeadDim>;
 
  public:
   __device__ Splits(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
                     uint32_t ring, Run* runs)
-      : p_(params), unit_(unit), ring_(ring), runs_(runs), producer_(params, unit, finder, ring, runs) {}
+      : p_(params),
+        unit_(unit),
+        ring_(ring),
+        runs_(runs),
+        producer_(params, unit, finder, ring, runs) {}
 
   __device__ void attend() {
     for (int i = 0; i < Size::kRing - 1; ++i) producer_.step();
@@ -931,43 +969,48 @@ class Splits {
     Rows<kHeadDim, 1> rows, total;
     total.reset();
     for (int i = 0; i < run.splits; ++i) {
-      const int split_begin = (run.first_split + i) * kSplitKeys;
-      const int end = min(run.end, split_begin + kSplitKeys);
+      const int split = run.first_split + i;
+      const int end = min(run.end, split_begin(split + 1) * kTileKeys);
       rows.reset();
-      for (int base = max(run.begin, split_begin); base < end; base += kTileKeys) {
+      for (int base = max(run.begin, split_begin(split) * kTileKeys); base < end;
+           base += kTileKeys) {
         attend_tile(rows, q, run.position, base, end);
       }
       rows.sum_lanes();
-      if (run.slot < 0) {
-        merge_into(total, rows);
-      } else {
+      if (run.kind == Run::kOther) {
         store_part(run.slot + i * p_.head_units, rows);
+      } else {
+        merge_into(total, rows);
       }
     }
-    if (run.slot < 0) store_rows(run.token, total);
+    if (run.kind == Run::kWhole) {
+      store_rows(run.token, total);
+    } else if (run.kind == Run::kFirst) {
+      store_part(run.slot, total);
+    }
   }
 
   __device__ __forceinline__ void attend_tile(Rows<kHeadDim, 1>& rows,
                                               const QueryFragments<kHeadDim, 1>& q, int position,
                                               int base, int end) {
-    const int blocks = (end - base + kBlockRows - 1) / kBlockRows;
-    float s[1][kTileKeys / 8][4] = {};
+    float s[1][kTileKeys / 8][4];
     const uint32_t keys = next_slot();
+    // What lies behind the last key is hidden by the mask, whatever it is.
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      if (i < blocks) score_keys<kHeadDim, 1>(s, i, q, keys + i * kBlockRows * kHeadDim * 2);
+      score_keys<kHeadDim, 1>(s, i, q, keys + i * kBlockRows * kHeadDim * 2);
     }
     Fragment4 p[1][kTileBlocks];
     const int positions[1][2] = {{position, position}};
     if (base + kTileKeys > end || (p_.window > 0 && base <= position - p_.window)) {
-      softmax_step<true>(p, s, rows, positions, base, p_.window, p_.scale_log2);
+      softmax_step<true, kHalves>(p, s, rows, positions, base, p_.window, p_.scale_log2);
     } else {
-      softmax_step<false>(p, s, rows, positions, base, p_.window, p_.scale_log2);
+      softmax_step<false, kHalves>(p, s, rows, positions, base, p_.window, p_.scale_log2);
     }
     const uint32_t values = next_slot();
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      if (i < blocks) {
+      if (base + i * kBlockRows < end) {
         add_values<kHeadDim, 1>(rows, p, i, values + i * kBlockRows * kHeadDim * 2);
       }
     }
@@ -979,12 +1022,12 @@ class Splits {
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 2 * kHalves; ++i) {
         total.acc[0][n][i] = merge[i / 2](total.acc[0][n][i], part.acc[0][n][i]);
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kHalves; ++h) {
       total.sum[0][h] = merge[h](total.sum[0][h], part.sum[0][h]);
       total.max[0][h] = merge[h].max;
     }
@@ -992,7 +1035,7 @@ class Splits {
 
   __device__ __forceinline__ void store_rows(int token, const Rows<kHeadDim, 1>& rows) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kHalves; ++h) {
       const int row = lane_id() / 4 + h * 8;
       if (row >= unit_.rows) continue;
       const float inverse_sum = inverse(rows.sum[0][h]);
@@ -1010,7 +1053,7 @@ class Splits {
     float* part = p_.parts + static_cast<int64_t>(slot) * p_.part_floats;
     const int part_rows = min(p_.group, kBlockRows);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kHalves; ++h) {
       const int row = lane_id() / 4 + h * 8;
       if (row >= unit_.rows) continue;
       auto* acc = reinterpret_cast<float2*>(part + row * kHeadDim) + lane_id() % 4;
@@ -1055,79 +1098,78 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads, SplitSizes<kHeadDim>::kBlocksPerSm)
+template <int kHeadDim, int kHalves>
+__global__ void __launch_bounds__(SplitSizes<kHeadDim>::kWarps * 32,
+                                  SplitSizes<kHeadDim>::kBlocksPerSm)
     attend_splits_kernel(const __grid_constant__ AttentionParams p) {
   using Size = SplitSizes<kHeadDim>;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ Run runs[kWarps][Size::kRing];
+  __shared__ Run runs[Size::kWarps][Size::kRing];
   wait_for_previous_kernels();
   let_next_kernel_start();
   const Division division(p);
-  // Neighbouring warps, those of one group, are on different multiprocessors.
-  const int warp_in_block = threadIdx.x / 32, warp = warp_in_block * gridDim.x + blockIdx.x;
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.merge_list->num_queries.x = division.queries;
+  // With work for every warp those of one group share a block; else they are on different
+  // multiprocessors, which are all needed.
+  const int warp_in_block = threadIdx.x / 32, all_groups = p.split_warps / p.head_units;
+  const int warp = division.groups == all_groups ? blockIdx.x * Size::kWarps + warp_in_block
+                                                 : warp_in_block * gridDim.x + blockIdx.x;
   const int group = warp / p.head_units;
-  if (division.tiles == 0 || group >= division.groups) return;
+  if (group >= division.groups) return;
   const HeadUnit unit(p, warp % p.head_units);
   const uint32_t ring = shared_address(shared) + warp_in_block * Size::kRing * Size::kSlotBytes;
   RunFinder finder(p, division, group, unit.index);
-  Splits<kHeadDim>(p, unit, finder, ring, runs[warp_in_block]).attend();
+  Splits<kHeadDim, kHalves>(p, unit, finder, ring, runs[warp_in_block]).attend();
 }
 
 constexpr int kMergeThreads = 512;
 
-// Block (i, u): head unit u of query i of those that go by splits.
+// Block (i, u): head unit u of query i of those that go by splits; four columns a thread.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_splits_kernel(const __grid_constant__ AttentionParams p) {
-  const Division division(p);
-  Sequences sequences(p, 1);
-  bool divided = false;
-  int token = 0, splits = 0, slot = 0;
-  if (division.divided && sequences.find_query(blockIdx.x)) {
-    const Sequence& sequence = sequences.sequence;
-    const int query = blockIdx.x - sequences.queries_before;
-    const int first = sequences.tiles_before + query * sequence.num_tiles;
-    splits = sequence.num_splits();
-    const int last_split = splits == 1 ? 0
-                                       : (sequence.first_tile + sequence.num_tiles - 1) /
-                                                 kSplitTiles * kSplitTiles - sequence.first_tile;
-    divided = division.group_of(first) != division.group_of(first + last_split);
-    token = sequence.q_begin + query;
-    slot = (sequences.splits_before + query * splits) * p.head_units + blockIdx.y;
-  }
-  wait_for_previous_kernels();  // every block: the next kernel relies on the ones before this, too
+  wait_for_previous_kernels();
   let_next_kernel_start();
-  if (!divided) return;
+  const int num_queries = p.merge_list->num_queries.x;
+  const MergeItem item = p.merge_list->items[blockIdx.x];
+  if (blockIdx.x >= num_queries || item.first_splits == item.splits) return;
 
   constexpr int kAhead = 16;  // parts on their way
   const HeadUnit unit(p, blockIdx.y);
   const int64_t stride = static_cast<int64_t>(p.head_units) * p.part_floats;
-  const float* parts = p.parts + static_cast<int64_t>(slot) * p.part_floats;
+  const float* parts = p.parts + static_cast<int64_t>(item.slot + unit.index) * p.part_floats;
   const float* max_sums = parts + min(p.group, kBlockRows) * kHeadDim;
-  for (int i = threadIdx.x; i < unit.rows * kHeadDim; i += blockDim.x) {
+  const int num_parts = item.splits - item.first_splits + 1;
+  for (int i = threadIdx.x * 4; i < unit.rows * kHeadDim; i += blockDim.x * 4) {
     const int row = i / kHeadDim, column = i % kHeadDim;
-    float total = 0.0f, total_max = kNone, total_sum = 0.0f;
-    for (int first = 0; first < splits; first += kAhead) {
-      float part[kAhead];
+    float4 total{};
+    float total_max = kNone, total_sum = 0.0f;
+    for (int first = 0; first < num_parts; first += kAhead) {
+      float4 part[kAhead];
       float2 max_sum[kAhead];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        const int64_t at = min(first + j, splits - 1) * stride;
-        part[j] = parts[at + i];
-        max_sum[j] = *reinterpret_cast<const float2*>(max_sums + at + row * 2);
+        part[j] = {};
+        max_sum[j] = {kNone, 0.0f};  // merging this changes nothing
+        if (first + j < num_parts) {
+          const int split = first + j == 0 ? 0 : item.first_splits + first + j - 1;
+          part[j] = *reinterpret_cast<const float4*>(parts + split * stride + i);
+          max_sum[j] = *reinterpret_cast<const float2*>(max_sums + split * stride + row * 2);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
-        if (first + j >= splits) break;
         const Merge merge(total_max, max_sum[j].x);
-        total = merge(total, part[j]);
+        total = {merge(total.x, part[j].x), merge(total.y, part[j].y), merge(total.z, part[j].z),
+                 merge(total.w, part[j].w)};
         total_sum = merge(total_sum, max_sum[j].y);
         total_max = merge.max;
       }
     }
-    p.out[token * p.out_stride + (unit.first_head + row) * kHeadDim + column] =
-        __float2bfloat16_rn(__fmaf_rn(total, inverse(total_sum), 0.0f));
+    const float inverse_sum = inverse(total_sum);
+    auto* out = p.out + item.token * p.out_stride + (unit.first_head + row) * kHeadDim + column;
+    *reinterpret_cast<uint2*>(out) = {finish(total.x, total.y, inverse_sum),
+                                      finish(total.z, total.w, inverse_sum)};
   }
 }
 
@@ -1141,23 +1183,27 @@ void launch(AttentionParams params, int64_t num_tokens, int64_t max_keys, Stream
   if (!params.only_splits) {
     // No more blocks than there can be row tiles.
     const int64_t row_tiles = queries + num_tokens * params.group / Size::kTileRows;
-    launch_early(op, attend_row_tiles_kernel<kHeadDim>,
-                 grid(std::min<int64_t>(2 * num_multiprocessors(), row_tiles * params.num_kv_heads)),
-                 kThreads, Size::kSharedBytes, stream, params);
+    launch_early(
+        op, attend_row_tiles_kernel<kHeadDim>,
+        grid(std::min<int64_t>(2 * num_multiprocessors(), row_tiles * params.num_kv_heads)),
+        kThreads, Size::kSharedBytes, stream, params);
   }
-  const int64_t splits = std::max<int64_t>(1, (max_keys + kSplitKeys - 1) / kSplitKeys);
-  const int64_t blocks = std::max<int64_t>(
-      std::min<int64_t>(SplitSize::kBlocksPerSm * num_multiprocessors(),
-                        queries * splits * params.head_units),
-      (params.head_units + kWarps - 1) / kWarps);
-  params.split_warps = static_cast<int>(blocks) * kWarps;
-  launch_early(op, attend_splits_kernel<kHeadDim>, grid(blocks), kThreads, SplitSize::kSharedBytes,
-               stream, params);
+  const int64_t splits = std::max<int64_t>(
+      1, (max_keys + kFineSplit * kTileKeys - 1) / (kFineSplit * kTileKeys));  // or fewer
+  const int64_t blocks =
+      std::max<int64_t>(std::min<int64_t>(SplitSize::kBlocksPerSm * num_multiprocessors(),
+                                          queries * splits * params.head_units),
+                        (params.head_units + SplitSize::kWarps - 1) / SplitSize::kWarps);
+  params.split_warps = static_cast<int>(blocks) * SplitSize::kWarps;
+  launch_early(op,
+               params.group <= kBlockRows / 2 ? attend_splits_kernel<kHeadDim, 1>
+                                              : attend_splits_kernel<kHeadDim, 2>,
+               grid(blocks), SplitSize::kWarps * 32, SplitSize::kSharedBytes, stream, params);
   if (splits == 1) return;
-  const int columns = std::min(params.group, kBlockRows) * kHeadDim;
+  const int threads = std::min(params.group, kBlockRows) * kHeadDim / 4;
   launch_early(op, merge_splits_kernel<kHeadDim>,
                dim3(static_cast<unsigned>(queries), static_cast<unsigned>(params.head_units)),
-               std::min(columns, kMergeThreads), 0, stream, params);
+               std::min(threads, kMergeThreads), 0, stream, params);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -1165,7 +1211,8 @@ void launch(AttentionParams params, int64_t num_tokens, int64_t max_keys, Stream
 }
 
 bool aligned(const Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && (t.shape[0] <= 1 || t.strides[0] % 8 == 0);
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
+         (t.shape[0] <= 1 || t.strides[0] % 8 == 0);
 }
 
 }  // namespace
@@ -1197,7 +1244,12 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   params.block_tables = block_tables.ptr<int32_t>();
   params.cu_seqlens_q = cu_seqlens_q.ptr<int32_t>();
   params.seq_lens = seq_lens.ptr<int32_t>();
-  params.parts = static_cast<float*>(memory.scratch);
+  const int64_t list_bytes =
+      (static_cast<int64_t>(sizeof(MergeList) + num_seqs * sizeof(MergeItem)) + 255) / 256 * 256;
+  const int64_t part_bytes = static_cast<int64_t>(Workspace::kScratchBytes) - list_bytes;
+  if (part_bytes < 0) refuse("too many sequences for the workspace: " + std::to_string(num_seqs));
+  params.merge_list = static_cast<MergeList*>(memory.scratch);
+  params.parts = reinterpret_cast<float*>(static_cast<char*>(memory.scratch) + list_bytes);
   params.counters = memory.counters;
   params.out_stride = out.strides[0];
   params.q_stride = q.strides[0];
@@ -1208,7 +1260,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   while ((int64_t{1} << params.block_shift) < block_size) ++params.block_shift;
   params.window = sliding_window;
   params.part_floats = static_cast<int>(part_floats);
-  params.max_slots = static_cast<int>(Workspace::kScratchBytes / sizeof(float) / part_floats);
+  params.max_slots = static_cast<int>(part_bytes / (4 * part_floats));
   params.head_units = static_cast<int>(num_kv_heads * ((group + kBlockRows - 1) / kBlockRows));
   params.only_splits = num_tokens <= num_seqs;
   params.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);

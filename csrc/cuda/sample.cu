@@ -1,32 +1,36 @@
 // Draws one token id from each row of logits; ../cpu/sample.cpp states what is drawn, exactly.
 //
-// Nothing is sorted but a few candidates, and the logits are read from memory once. A row is cut into
-// chunks of 2048 logits, one a warp, all in flight at once; lane l has logits 4l .. 4l+3 of each 128:
+// Nothing is sorted but a few candidates, and the logits are read from memory once. A row is cut
+// into chunks of 2048 logits, one a warp, all in flight at once; lane l has logits 4l .. 4l+3 of
+// each 128:
 //
 //   chunk   [lane 0 | lane 1 | .. | lane 31][lane 0 | lane 1 | ..   16 times, 64 logits a lane
 //
 //   survey_kernel   Warps go over the chunks of all rows. Of a chunk they store the maximum of each
-//     lane's 64 logits, and without top_k also the chunk's maximum m and the sum of 2^((x - m) * scale).
-//   draw_kernel     A block for each row, on the device before the survey ends:
+//     lane's 64 logits and that of the chunk, m; without top_k also the sum of 2^((x - m) * scale).
+//
+//   draw_kernel     A block for each row.
 //     greedy       the lowest id that equals the maximum, in the first chunk that has it
 //     no filter    a chunk by the running sum of their sums, then a token within the chunk
 //     filters      a bound that no kept token is below, from a histogram of the lane maxima:
 //                    top_k   so many lane maxima reach it, so as many tokens do
-//                    top_p   the lane maxima that reach it alone weigh enough; if they never do, a
+//                    top_p   the lane maxima that reach it weigh enough alone; if they never do, a
 //                            token lighter than (1 - top_p) / V of the total cannot be needed
 //                    min_p   its own logit
 //                  then the candidates: lanes whose maximum reaches the bound are read again. They
-//                  are sorted, cut, put in order of id, and summed up.
-//     crowds       More candidates than the list holds (flat logits, huge top_k): histograms over the
-//                  row, each 1024 times finer, until the bin with the border fits the list.
+//                  are put in order, cut, put in order of id, and summed up: up to 256 by comparing
+//                  all with all, up to 2048 by sorting.
+//     crowds       More candidates than that (flat logits, huge top_k): histograms over the row,
+//                  each 1024 times finer, until the bin with the border fits the list.
 //
 // Order. Logit and id make one 64-bit number, larger for what comes first, so there are no ties.
 // Weights are fp32; their sums are integers in units of 2^-42 of the largest weight: exact, so no
 // result depends on the order in which threads arrive. Chunk sums are fp32 of 2048 terms. The token
 // is that of the reference unless u or a border lands within about 1e-7 of a step.
 //
-// Memory. survey: 128 threads, at most 102 registers, so 20 warps and 160 KiB of loads per SM. draw:
-// 256 threads, 37 KiB of shared memory. Workspace: 136 bytes for each chunk of each row.
+// Memory. survey: 128 threads of 96 registers, five blocks per SM, which always have 80 to 160 KiB
+// of logits on their way. draw: 256 threads of 90 registers, 37 KiB of shared memory. Workspace:
+// 136 bytes for each chunk of each row.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -54,23 +58,27 @@ constexpr int kLaneLogits = kChunk / 32;
 constexpr int kSteps = kLaneLogits / 4;
 constexpr int kBins = 1024;
 constexpr int kMaxListed = 2048;
-constexpr int kMaxVocabSize = kBins * kChunk;  // so that the chunks' masses fit the bins, and 64 bits
+constexpr int kFewListed =
+    kThreads;                 // one a thread: placed by comparing all with all, not by sorting
+constexpr int kOwnLanes = 8;  // lane maxima that a thread of the draw keeps in registers
+constexpr int kMaxVocabSize =
+    kBins * kChunk;  // so that the chunks' masses fit the bins, and 64 bits
 constexpr float kMassUnit = 0x1p42f;
 constexpr float kNone = -INFINITY;
 constexpr float kGreedyBelow = 1e-5f;
 constexpr unsigned kAllLanes = ~0u;
 
 struct SampleParams {
-  int32_t* token_ids;       // [R]
-  const float* logits;      // [R, vocab_size], row stride row_stride
+  int32_t* token_ids;        // [R]
+  const float* logits;       // [R, vocab_size], row stride row_stride
   const float* temperature;  // [R], as all that follow
   const int32_t* top_k;
   const float* top_p;
   const float* min_p;
   const int64_t* seeds;
   const int32_t* step_idx;
-  float* lane_maxima;      // [R, num_chunks, 32]
-  float2* chunk_max_sum;   // [R, num_chunks]
+  float* lane_maxima;     // [R, num_chunks, 32]
+  float2* chunk_max_sum;  // [R, num_chunks]
   int64_t row_stride;
   int num_rows, vocab_size, num_chunks;
   bool vectors;  // every row begins at a multiple of 16 bytes
@@ -241,7 +249,8 @@ __device__ void sort_list(Shared& shared, int n) {
   __syncthreads();
 }
 
-// ---- One row, drawn by a block --------------------------------------------------------------------
+// ---- One row, drawn by a block
+// --------------------------------------------------------------------
 
 class RowSampler {
  public:
@@ -256,10 +265,13 @@ class RowSampler {
         u_(uniform(params.seeds[row], params.step_idx[row])) {}
 
   __device__ int draw() {
-    largest_ = kNone;
-    for (int c = threadIdx.x; c < p_.num_chunks; c += kThreads) {
-      largest_ = fmaxf(largest_, chunk_max_sum_[c].x);
+#pragma unroll
+    for (int j = 0; j < kOwnLanes; ++j) {
+      const int i = threadIdx.x + j * kThreads;
+      own_lanes_[j] = i < p_.num_chunks * 32 ? lane_maxima_[i] : kNone;
     }
+    largest_ = kNone;
+    for_each_lane([this](int, float x) { largest_ = fmaxf(largest_, x); });
     largest_ = max_block(shared_, largest_);
     if (row_.is_greedy() || !isfinite(largest_)) return first_largest();
     if (row_.needs_sums()) {
@@ -268,6 +280,7 @@ class RowSampler {
     }
     const uint32_t bound = lower_bound();
     list_candidates(bound);
+    if (shared_.num_listed <= kFewListed) return draw_from_few();
     return shared_.num_listed <= kMaxListed ? draw_from_candidates() : draw_from_crowd(bound);
   }
 
@@ -279,6 +292,16 @@ class RowSampler {
   }
   __device__ Mass mass_of(float logit) const {
     return __float2ull_rn(weight_of(logit) * kMassUnit);
+  }
+
+  // Calls f(i, maximum) for every lane of every chunk, i = chunk * 32 + lane: this thread's share.
+  template <typename F>
+  __device__ __forceinline__ void for_each_lane(F f) const {
+#pragma unroll
+    for (int j = 0; j < kOwnLanes; ++j) f(threadIdx.x + j * kThreads, own_lanes_[j]);
+    for (int i = threadIdx.x + kOwnLanes * kThreads; i < p_.num_chunks * 32; i += kThreads) {
+      f(i, lane_maxima_[i]);
+    }
   }
 
   // Lowest id that equals the largest logit.
@@ -313,8 +336,8 @@ class RowSampler {
     total_ = sum_block(shared_, sum);
   }
 
-  // The bin in which the count (or the mass) of all bins from the highest down reaches `wanted`, and
-  // in found_count and found_mass what lies above it. Bin 0 if it never does.
+  // The bin in which the count (or the mass) of all bins from the highest down reaches `wanted`,
+  // and in found_count and found_mass what lies above it. Bin 0 if it never does.
   __device__ int find_bin(bool by_mass, double wanted) {
     constexpr int kEach = kBins / kThreads;
     const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
@@ -345,10 +368,15 @@ class RowSampler {
     return shared_.found;
   }
 
-  // Adds a token to a bin.
+  // Adds a token to a bin. A 64-bit atomic of shared memory would be a loop of compare-and-swap;
+  // two of 32 bits are not, and the sum of their carries is the same in any order.
   __device__ __forceinline__ void count_in(int bin, Mass mass) {
     atomicAdd(&shared_.bin_count[bin], 1u);
-    atomicAdd(&shared_.bin_mass[bin], mass);
+    if (mass == 0) return;
+    auto* halves = reinterpret_cast<uint32_t*>(&shared_.bin_mass[bin]);  // little-endian
+    const uint32_t low = static_cast<uint32_t>(mass);
+    const uint32_t high = static_cast<uint32_t>(mass >> 32) + (atomicAdd(halves, low) + low < low);
+    if (high != 0) atomicAdd(halves + 1, high);
   }
 
   __device__ void clear_bins() {
@@ -365,27 +393,25 @@ class RowSampler {
     const uint32_t least = rank_of(-3.4028235e38f), most = rank_of(largest_);  // not -inf: weight 0
     const uint32_t light = has_top_k() && has_top_p() ? least : min_p_bound(least, most);
     if (!has_top_k() && !has_top_p()) return light;
-    const int n = p_.num_chunks * 32;
     uint32_t low = most;
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const uint32_t rank = rank_of(lane_maxima_[i]);
-      if (rank >= least) low = min(low, rank);
-    }
+    for_each_lane([&](int, float x) {
+      if (rank_of(x) >= least) low = min(low, rank_of(x));
+    });
     low = reduce_block(shared_, low, [](uint32_t a, uint32_t b) { return min(a, b); });
     const int shift = shift_for(most - low);
     clear_bins();
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const float x = lane_maxima_[i];
+    for_each_lane([&](int, float x) {
       const uint32_t rank = rank_of(x);
       if (rank >= low) count_in((rank - low) >> shift, has_top_k() ? 0 : mass_of(x));
-    }
+    });
     __syncthreads();
     const double wanted =
         has_top_k() ? row_.top_k : static_cast<double>(row_.top_p) * static_cast<double>(total_);
     const int bin = find_bin(!has_top_k(), wanted);
     const bool reached =
-        has_top_k() ? shared_.found_count + shared_.bin_count[bin] >= static_cast<uint32_t>(row_.top_k)
-                    : static_cast<double>(shared_.found_mass + shared_.bin_mass[bin]) >= wanted * 1.000001;
+        has_top_k()
+            ? shared_.found_count + shared_.bin_count[bin] >= static_cast<uint32_t>(row_.top_k)
+            : static_cast<double>(shared_.found_mass + shared_.bin_mass[bin]) >= wanted * 1.000001;
     if (reached) return max(light, low + (static_cast<uint32_t>(bin) << shift));
     if (has_top_k()) return light;
     const float lightest = static_cast<float>(total_) / kMassUnit * (1.0f - row_.top_p) * 0.9f /
@@ -408,11 +434,11 @@ class RowSampler {
     __syncthreads();
     if (threadIdx.x == 0) shared_.num_listed = shared_.num_lanes = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < p_.num_chunks * 32; i += kThreads) {
-      if (rank_of(lane_maxima_[i]) < bound) continue;
+    for_each_lane([&](int i, float x) {
+      if (rank_of(x) < bound) return;
       const int at = atomicAdd(&shared_.num_lanes, 1);
       if (at < kMaxListed) shared_.lanes[at] = i;
-    }
+    });
     __syncthreads();
     if (shared_.num_lanes > kMaxListed) {
       if (threadIdx.x == 0) shared_.num_listed = shared_.num_lanes;
@@ -464,6 +490,53 @@ class RowSampler {
     }
     mass = sum_block(shared_, kept);
     return static_cast<int>(sum_block(shared_, count));
+  }
+
+  // A candidate a thread: its place is what it finds by comparing itself with all others.
+  __device__ int draw_from_few() {
+    const int n = shared_.num_listed, i = threadIdx.x;
+    const Order own = i < n ? shared_.list[i] : 0;
+    const float weight = i < n ? weight_of(logit_of(own)) : 0.0f;
+    const Mass mass = __float2ull_rn(weight * kMassUnit);
+    Mass* masses = shared_.bin_mass;
+    masses[i] = mass;
+    __syncthreads();
+    Mass before = 0;
+    int place = 0;
+    for (int j = 0; j < n; ++j) {
+      if (shared_.list[j] > own) {
+        before += masses[j];
+        ++place;
+      }
+    }
+    bool kept = i < n && (!has_top_k() || place < row_.top_k);
+    if (has_top_p()) {
+      if (has_top_k()) {
+        // The total is that of the first top_k: up to and with the last of them.
+        if (i < n && place == min(n, row_.top_k) - 1) shared_.found_mass = before + mass;
+        __syncthreads();
+        total_ = shared_.found_mass;
+      }
+      kept = kept && (place == 0 || static_cast<double>(before) < static_cast<double>(row_.top_p) *
+                                                                      static_cast<double>(total_));
+    }
+    const Mass kept_mass = kept && weight >= row_.min_p ? mass : 0;
+    __syncthreads();
+    masses[i] = kept_mass;
+    if (i == 0) shared_.found = -1;
+    __syncthreads();
+    before = 0;
+    Mass total = 0;
+    for (int j = 0; j < n; ++j) {  // in order of id: the low half is larger for a lower one
+      total += masses[j];
+      if (static_cast<uint32_t>(shared_.list[j]) > static_cast<uint32_t>(own)) before += masses[j];
+    }
+    const Mass target = target_in(total);
+    if (kept_mass > 0 && before <= target && target < before + kept_mass) {
+      shared_.found = static_cast<int>(~0u - static_cast<uint32_t>(own));
+    }
+    __syncthreads();
+    return shared_.found >= 0 ? shared_.found : first_largest();
   }
 
   __device__ int draw_from_candidates() {
@@ -629,74 +702,98 @@ class RowSampler {
 
   const SampleParams& p_;
   Shared& shared_;
-  const float* const logits_;       // [vocab_size]
-  const float* const lane_maxima_;  // [num_chunks, 32]
+  const float* const logits_;          // [vocab_size]
+  const float* const lane_maxima_;     // [num_chunks, 32]
   const float2* const chunk_max_sum_;  // [num_chunks]
   const RowParams row_;
   const float scale_log2_;
   const double u_;
+  float own_lanes_[kOwnLanes];  // maxima of lanes threadIdx.x + j * kThreads
   float largest_;
   Mass total_;  // of what top_p is a share of
 };
 
 // ---- Kernels and launcher -----------------------------------------------------------------------
 
-// One chunk of one row, by a warp.
-__device__ __forceinline__ void survey_chunk(const SampleParams& p, int row, int chunk) {
-  const float* logits = p.logits + row * p.row_stride;
-  const int lane = threadIdx.x % 32, first = chunk * kChunk + lane * 4;
-  float4 x[kSteps];
-  if (p.vectors && (chunk + 1) * kChunk <= p.vocab_size) {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      x[i] = *reinterpret_cast<const float4*>(logits + first + i * 128);
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      x[i] = {fmaxf(x[i].x, kNone), fmaxf(x[i].y, kNone), fmaxf(x[i].z, kNone), fmaxf(x[i].w, kNone)};
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) x[i] = load_logits(p, logits, first + i * 128);
-  }
-  float largest = kNone;
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    largest = fmaxf(largest, fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));
-  }
-  const int64_t at = static_cast<int64_t>(row) * p.num_chunks + chunk;
-  p.lane_maxima[at * 32 + lane] = largest;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
-  }
-  float sum = 0.0f;
-  const RowParams params(p, row);
-  if (params.needs_sums()) {
-    const float origin = largest == kNone ? 0.0f : largest, scale = params.scale_log2();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      sum += (exp2_approx((x[i].x - origin) * scale) + exp2_approx((x[i].y - origin) * scale)) +
-             (exp2_approx((x[i].z - origin) * scale) + exp2_approx((x[i].w - origin) * scale));
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-  }
-  if (lane == 0) p.chunk_max_sum[at] = {largest, sum};
-}
+// What a lane has seen of a chunk: the maximum, and the sum of 2^((x - max) * scale).
+struct LaneSurvey {
+  float largest = kNone, sum = 0.0f;
 
+  __device__ __forceinline__ void add(const float4 (&x)[kSteps / 2], bool sums, float scale) {
+    const float before = largest;
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      largest = fmaxf(largest, fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));  // no NaN
+    }
+    if (!sums) return;
+    const float origin = largest == kNone ? 0.0f : largest;  // -inf - -inf would be NaN
+    const auto weight = [=](float logit) {
+      return exp2_approx((fmaxf(logit, kNone) - origin) * scale);
+    };
+    sum *= weight(before);
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      sum += (weight(x[i].x) + weight(x[i].y)) + (weight(x[i].z) + weight(x[i].w));
+    }
+  }
+};
+
+// A warp takes every gridDim.x * 4th chunk. Of its 64 logits a lane always has 32 on their way
+// while it looks at the other 32.
 __global__ void __launch_bounds__(kSurveyThreads, kSurveyBlocksPerSm)
     survey_kernel(const __grid_constant__ SampleParams p) {
   wait_for_previous_kernels();
   let_next_kernel_start();
-  const int warps = gridDim.x * (kSurveyThreads / 32);
-  for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < p.num_rows * p.num_chunks; i += warps) {
-    survey_chunk(p, i / p.num_chunks, i % p.num_chunks);
+  const int lane = threadIdx.x % 32;
+  const int num_chunks = p.num_rows * p.num_chunks, warps = gridDim.x * (kSurveyThreads / 32);
+  float4 x[2][kSteps / 2];
+  const auto load = [&](int i, int half) {
+    const int row = i / p.num_chunks, chunk = i % p.num_chunks;
+    const float* logits = p.logits + row * p.row_stride;
+    const int first = chunk * kChunk + half * (kChunk / 2) + lane * 4;
+    if (p.vectors && (chunk + 1) * kChunk <= p.vocab_size) {
+#pragma unroll
+      for (int j = 0; j < kSteps / 2; ++j) {
+        x[half][j] = *reinterpret_cast<const float4*>(logits + first + j * 128);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kSteps / 2; ++j) x[half][j] = load_logits(p, logits, first + j * 128);
+    }
+  };
+  int i = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  if (i >= num_chunks) return;
+  load(i, 0);
+  load(i, 1);
+  for (; i < num_chunks; i += warps) {
+    const RowParams params(p, i / p.num_chunks);
+    const bool sums = params.needs_sums();
+    const float scale = params.scale_log2();
+    const bool more = i + warps < num_chunks;
+    LaneSurvey lanes;
+    lanes.add(x[0], sums, scale);
+    if (more) load(i + warps, 0);
+    lanes.add(x[1], sums, scale);
+    if (more) load(i + warps, 1);
+
+    p.lane_maxima[static_cast<int64_t>(i) * 32 + lane] = lanes.largest;
+    float largest = lanes.largest, sum = 0.0f;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
+    }
+    if (sums) {
+      sum = lanes.largest == kNone ? 0.0f
+                                   : lanes.sum * exp2_approx((lanes.largest - largest) * scale);
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    if (lane == 0) p.chunk_max_sum[i] = {largest, sum};
   }
 }
 
 // Block r draws from row r.
-__global__ void __launch_bounds__(kThreads) draw_kernel(const __grid_constant__ SampleParams p) {
+__global__ void __launch_bounds__(kThreads, 2) draw_kernel(const __grid_constant__ SampleParams p) {
   __shared__ Shared shared;
   wait_for_previous_kernels();
   let_next_kernel_start();

@@ -49,8 +49,8 @@ const Workspace& workspace() {
   Workspace made{};
   check(cudaMalloc(&made.scratch, Workspace::kScratchBytes + kCounterBytes),
         "could not allocate 65 MiB");
-  made.counters = reinterpret_cast<uint32_t*>(static_cast<char*>(made.scratch) +
-                                              Workspace::kScratchBytes);
+  made.counters =
+      reinterpret_cast<uint32_t*>(static_cast<char*>(made.scratch) + Workspace::kScratchBytes);
   check(cudaMemset(made.counters, 0, kCounterBytes), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return t_workspaces.of_device.emplace(device, made).first->second;

@@ -14,7 +14,7 @@ struct Workspace {
   static constexpr size_t kScratchBytes = size_t{64} << 20;
   static constexpr size_t kNumCounters = size_t{1} << 18;
 
-  void* scratch;      // kScratchBytes, 256-byte aligned, contents undefined
+  void* scratch;       // kScratchBytes, 256-byte aligned, contents undefined
   uint32_t* counters;  // [kNumCounters], zero between kernels: whoever counts up resets
 };
 

@@ -89,11 +89,8 @@ def test_step(tiny_model_dir: Path, tmp_path: Path) -> None:
     for streams in (1, 3):
         us = {row["phase"]: row["us_per_token"] for row in rows if row["streams"] == streams}
         phases = ("schedule", "build", "launch", "update", "detokenize", "publish")
-        hidden = us["of these, while ops run"]
-        aside = sum(us[name] for name in phases) - hidden
-        assert us["engine thread, ops aside"] == pytest.approx(aside)
-        assert all(us[name] >= 0 for name in (*phases, "ops")) and us["ops"] > 0
-        assert 0 < hidden <= us["detokenize"] + us["publish"]
+        assert us["engine thread, ops aside"] == pytest.approx(sum(us[name] for name in phases))
+        assert all(us[name] >= 0 for name in phases) and us["ops"] > 0
 
 
 def test_start(tiny_model_dir: Path, tmp_path: Path) -> None:

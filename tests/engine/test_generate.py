@@ -182,14 +182,14 @@ async def test_logprobs(make_engine: MakeEngine, prompts: Any, expected: Any) ->
     async with make_engine() as engine:
         runner = engine._engine._runner  # type: ignore[union-attr]
         seen = []
-        collect = runner.collect
+        launch = runner.launch
 
         def recorded(batch: Any) -> Any:
-            output = collect(batch)
+            output = launch(batch)
             seen.append(runner._buffers.logits[0].clone())
             return output
 
-        runner.collect = recorded  # type: ignore[method-assign]
+        runner.launch = recorded  # type: ignore[method-assign]
         stream = engine.generate(
             prompts[9],
             max_tokens=6,

@@ -113,8 +113,7 @@ class Steps:
         """Runs one step; its logits [R, V], a copy."""
         schedule = self.scheduler.schedule()
         batch = self.builder.build(schedule)
-        self.runner.launch(batch)
-        output = self.runner.collect(batch)
+        output = self.runner.launch(batch)
         logits = self.runner._buffers.logits[: batch.num_logits].clone()
         self.scheduler.update(schedule, output.token_ids)
         return logits

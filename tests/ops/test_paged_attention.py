@@ -217,6 +217,17 @@ def test_nothing_to_do_is_legal() -> None:
     assert attend(native, kv, empty, [0], [5]).shape == (0, 9, 64)
 
 
+@pytest.mark.parametrize("ops", [native, reference], ids=["native", "reference"])
+def test_a_query_that_sees_nothing_becomes_zeros(ops: Any) -> None:
+    """A padding row of a captured batch: one query, no keys; its neighbours do not notice."""
+    kv = random_kv([40, 0, 7], 3, 64, 16)
+    q = random_bf16(3, 9, 64, seed=1)
+    out = attend(ops, kv, q, [1, 1, 1], [40, 0, 7])
+    assert (out[1] == 0).all()
+    others = PagedKV.fill([kv.keys[0], kv.keys[2]], [kv.values[0], kv.values[2]], 16)
+    assert_bitwise_equal(out[[0, 2]], attend(ops, others, q[[0, 2]], [1, 1], [40, 7]))
+
+
 @pytest.mark.parametrize("head_dim", [8, 24, 272])
 def test_other_head_dims_are_refused(head_dim: int) -> None:
     kv = random_kv([5], 1, head_dim, 16)

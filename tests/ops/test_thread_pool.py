@@ -25,9 +25,6 @@ CHECKS = (
     "exits",
     "idle",
     "quotas",
-    "tasks",
-    "task_exceptions",
-    "task_owners",
 )
 
 

@@ -152,74 +152,6 @@ void exits() {
   std::exit(0);
 }
 
-// A task's regions cover everything, whoever runs it: a worker that is awake, or its owner.
-void tasks() {
-  for (const int threads : {1, 2, 4}) {
-    set_num_threads(threads);
-    std::vector<int64_t> values(4096);
-    int64_t round = 0;
-    tinyvllm::cpu::Task task([&] {
-      for (int region = 0; region < 5; ++region) {
-        parallel_for(4096, 64, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) values[i] = i * round + region;
-        });
-      }
-    });
-    for (round = 1; round <= 500; ++round) {
-      task.start();
-      if (round % 3 == 0) std::this_thread::yield();
-      if (round % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      task.wait();
-      CHECK(values[4095] == 4095 * round + 4 && values[17] == 17 * round + 4);
-    }
-  }
-}
-
-// An exception comes out of wait(), and the task can be started again.
-void task_exceptions() {
-  set_num_threads(3);
-  bool fail = true;
-  tinyvllm::cpu::Task task([&] {
-    parallel_for(1000, 1, [&](int64_t begin, int64_t) {
-      if (fail && begin > 500) throw std::runtime_error("expected");
-    });
-  });
-  for (int round = 0; round < 50; ++round) {
-    fail = round % 2 == 0;
-    task.start();
-    bool thrown = false;
-    try {
-      task.wait();
-    } catch (const std::runtime_error&) {
-      thrown = true;
-    }
-    CHECK(thrown == fail);
-  }
-}
-
-// Several owners at once, tasks dropped without wait(), and the pool resized under them.
-void task_owners() {
-  std::vector<std::thread> owners;
-  for (int owner = 0; owner < 3; ++owner) {
-    owners.emplace_back([] {
-      for (int round = 0; round < 200; ++round) {
-        std::vector<int> visits(500, 0);
-        tinyvllm::cpu::Task task([&] {
-          parallel_for(500, 8, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) ++visits[i];
-          });
-        });
-        task.start();
-        if (round % 5 == 0) continue;
-        task.wait();
-        for (const int count : visits) CHECK(count == 1);
-      }
-    });
-  }
-  for (int round = 0; round < 40; ++round) set_num_threads(1 + round % 4);
-  for (std::thread& owner : owners) owner.join();
-}
-
 // After a region the workers look for work for a moment, then sleep: no processor time is used.
 void idle() {
   set_num_threads(8);
@@ -261,18 +193,12 @@ void quotas() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::map<std::string, std::function<void()>> checks = {{"coverage", coverage},
-                                                               {"visibility", visibility},
-                                                               {"exceptions", exceptions},
-                                                               {"nested", nested},
-                                                               {"callers", callers},
-                                                               {"forks", forks},
-                                                               {"exits", exits},
-                                                               {"idle", idle},
-                                                               {"quotas", quotas},
-                                                               {"tasks", tasks},
-                                                               {"task_exceptions", task_exceptions},
-                                                               {"task_owners", task_owners}};
+  const std::map<std::string, std::function<void()>> checks = {
+      {"coverage", coverage},     {"visibility", visibility},
+      {"exceptions", exceptions}, {"nested", nested},
+      {"callers", callers},       {"forks", forks},
+      {"exits", exits},           {"idle", idle},
+      {"quotas", quotas}};
   if (argc != 2 || !checks.contains(argv[1])) return 2;
   checks.at(argv[1])();
   std::puts("ok");

@@ -48,7 +48,6 @@ def stepped(engine: AsyncEngine) -> Iterator[Gate]:
     step = core._step
 
     def gated() -> None:
-        core._deliver()  # else the last tokens would come with the next step
         gate.pass_one()
         step()
 

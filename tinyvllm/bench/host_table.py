@@ -126,11 +126,9 @@ def per_token(timings: StepTimings, wall: float, reader: float) -> dict[str, flo
     """Microseconds per token: every phase, their sum, and what stands beside them."""
     scale = 1e6 / timings.num_tokens
     phases = {phase: getattr(timings, phase) * scale for phase in PHASES}
-    overlapped = timings.overlapped * scale
     return {
         **phases,
-        "of these, while ops run": overlapped,
-        "engine thread, ops aside": sum(phases.values()) - overlapped,
+        "engine thread, ops aside": sum(phases.values()),
         "step less ops": (wall - timings.ops) * scale,
         "reading the streams": reader * scale,
         "ops": timings.ops * scale,

@@ -167,12 +167,7 @@ def seconds_of(ops: Ops, calls: Sequence[Call], ceilings: Ceilings, device: str)
         return best_seconds(run, device, _REPEATS, flush)
     with ops.capture() as graph:
         run()
-
-    def replay() -> None:
-        graph.launch()
-        graph.wait()
-
-    return best_seconds(replay, device, _REPEATS, flush)
+    return best_seconds(graph.replay, device, _REPEATS, flush)
 
 
 def op_table(

@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 
 
 class Graph(Protocol):
-    """A recorded sequence of ops, to be run on what its tensors then hold."""
+    """A recorded sequence of ops; `replay` runs it on the current contents of its tensors."""
 
-    def launch(self) -> None:
-        """Begin a run and return; its tensors are not to be touched before `wait`."""
-        ...
-
-    def wait(self) -> float:
-        """End the run; the seconds that the ops took. Raises what an op raised."""
-        ...
+    def replay(self) -> None: ...
 
 
 class Ops(Protocol):
