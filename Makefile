@@ -29,8 +29,8 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 	"build": [*p["build-system"]["requires"], "cmake>=3.28", "ninja"]}; \
 	print("\n".join(line for name in sys.argv[1:] for line in extras[name]))' $(1)
 install = $(call requirements,$(1)) > $(VENV)/requirements.txt && \
-	echo "installing: $(1)" && \
-	$(PIP) install -c constraints.txt -r $(VENV)/requirements.txt
+	echo "installing into $(VENV): $(1) (a few minutes the first time)" && \
+	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
 
 .PHONY: help serve test test-cuda lint format bench build clean
 
@@ -88,6 +88,6 @@ $(VENV)/.deps-%: $(VENV)/.deps
 $(VENV)/.built: $(VENV)/.deps $(CSRC) tinyvllm/version.py
 	@command -v "$${CXX:-c++}" >/dev/null || { echo "tinyvllm needs a C++20 compiler, and '$${CXX:-c++}' was not found: on Debian, apt-get install g++" >&2; exit 1; }
 	@$(PY) -c 'import os, sysconfig; os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")) or exit("Python.h was not found: on Debian, apt-get install python3-dev")'
-	@echo "building tinyvllm (C++, about a minute)"
+	@echo "building tinyvllm (C++: one to three minutes)"
 	@$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@

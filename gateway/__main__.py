@@ -33,7 +33,9 @@ _ENGINE_FLAGS = (
     "max_num_batched_tokens",
     "max_model_len",
     "num_blocks",
+    "expected_seq_len",
     "block_size",
+    "max_buffered_tokens",
     "num_threads",
     "scheduling",
 )
@@ -105,7 +107,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-model-len", type=_positive, metavar="N", help="prompt plus answer, in tokens"
     )
     engine.add_argument("--num-blocks", type=_positive, metavar="N", help="KV cache blocks")
+    engine.add_argument(
+        "--expected-seq-len",
+        type=_positive,
+        metavar="N",
+        help="tokens that a typical request reaches; sizes the KV cache without --num-blocks",
+    )
     engine.add_argument("--block-size", type=int, choices=(16, 32), help="tokens per KV block")
+    engine.add_argument(
+        "--max-buffered-tokens",
+        type=_positive,
+        metavar="N",
+        help="a response whose reader lags more waits until it drains",
+    )
     engine.add_argument("--num-threads", type=_positive, metavar="N", help="CPU threads")
     engine.add_argument("--scheduling", choices=("continuous", "static"))
     engine.add_argument(

@@ -135,7 +135,7 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 class ProtocolError(Exception):
     """One event of the client cannot be obeyed; the socket stays usable.
 
-    `status` is what HTTP would answer, `code` one of GATEWAY.md's, `param` the field at fault.
+    `status` is what HTTP would answer, `code` is for programs, `param` names the field at fault.
     """
 
     def __init__(
@@ -265,6 +265,8 @@ def _parse_create(event: dict[str, Any], stream_id: str | None, model: str) -> C
                 raise ProtocolError(
                     f"{name} is not supported yet; got {_show(value)}", param=_clip(name)
                 )
+        elif name in _OPENAI_NAMES:
+            raise ProtocolError(f"unknown field {name!r}: use {_OPENAI_NAMES[name]}", param=name)
         elif name in _ENGINE_PARAMS or name == "priority":
             raise ProtocolError(
                 f"{name} is an engine parameter: send it as tinyvllm: {{{name}: ...}}", param=name

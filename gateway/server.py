@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from websockets.http11 import Request
+    from websockets.server import ServerProtocol
 
     from tinyvllm import AsyncEngine, Token, TokenStream
 
@@ -195,9 +196,7 @@ class Gateway:
         reply = self._route(request)
         if reply is None:
             return None
-        body = b"" if request.method == "HEAD" else reply.body
-        headers = Headers(reply.headers)
-        return HttpResponse(reply.status.value, reply.status.phrase, headers, body)
+        return _http(reply, head=request.method == "HEAD")
 
     def _route(self, request: Request) -> web.Reply | None:
         """The HTTP reply to a request, or None to go on with the WebSocket handshake."""
@@ -249,6 +248,7 @@ class Connection(ServerConnection):
         self._stall_seconds = stall_seconds
         self._watchdog: asyncio.TimerHandle | None = None
         self._owed = 0
+        self._refused_body = False
         self.writable = asyncio.Event()
         self.writable.set()
         self.session: Session | None = None
@@ -259,6 +259,13 @@ class Connection(ServerConnection):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+
+    def send_data(self) -> None:
+        # websockets refuses a request with a body before any hook, and would only hang up.
+        if not self._refused_body and self.request is None and _has_body(self.protocol):
+            self._refused_body = True
+            self.transport.write(_http(web.body_refused()).serialize())
+        super().send_data()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -580,6 +587,17 @@ class Response:
 
 def _logprob_entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode()), "logprob": logprob}
+
+
+def _http(reply: web.Reply, *, head: bool = False) -> HttpResponse:
+    body = b"" if head else reply.body
+    return HttpResponse(reply.status.value, reply.status.phrase, Headers(reply.headers), body)
+
+
+def _has_body(protocol: ServerProtocol) -> bool:
+    """Whether the handshake failed because the request has a body, by length or in chunks."""
+    cause = None if protocol.handshake_exc is None else protocol.handshake_exc.__cause__
+    return isinstance(cause, NotImplementedError) or str(cause) == "unsupported request body"
 
 
 def _single(headers: Headers, name: str) -> str | None:

@@ -87,6 +87,15 @@ def upgrade_required() -> Reply:
     )
 
 
+def body_refused() -> Reply:
+    """The reply to any request with a body, like a POST of OpenAI's HTTP API."""
+    return error_reply(
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        f"WebSocket only: ws://HOST{RESPONSES_PATH}; requests with a body are not served",
+        {"Allow": "GET, HEAD"},
+    )
+
+
 def models_reply(model: str, created: int, details: Mapping[str, Any]) -> Reply:
     """OpenAI's model list, with `details` of ours under `tinyvllm`."""
     entry = {

@@ -6,6 +6,7 @@ import operator
 import threading
 import warnings
 import weakref
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.stream import TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from tinyvllm.config import ModelConfig
@@ -55,6 +56,7 @@ class AsyncEngine:
         self.config = EngineConfig.resolve(config, overrides)
         self._model = model
         self._engine: Engine | None = None
+        self._launching = threading.Lock()
         self._finalizer: Any = None
 
     # --- Life cycle -----------------------------------------------------------------------------
@@ -65,6 +67,8 @@ class AsyncEngine:
 
         Raises `ModelError`s and `ConfigError`. After an error or a cancellation nothing is left.
         """
+        if self._engine is not None and self._engine.is_closing:
+            await self._engine.stopped.wait()
         engine = self._launch()
         try:
             await engine.started.wait()
@@ -85,11 +89,12 @@ class AsyncEngine:
         engine.join()
 
     def _launch(self) -> Engine:
-        if self._engine is None or self._engine.stopped.is_set():
-            self._engine = Engine(self._model, self.config)
-            self._finalizer = weakref.finalize(self, _stop_unclosed, self._engine)
-            self._engine.start()
-        return self._engine
+        with self._launching:
+            if self._engine is None or self._engine.stopped.is_set():
+                self._engine = Engine(self._model, self.config)
+                self._finalizer = weakref.finalize(self, _stop_unclosed, self._engine)
+                self._engine.start()
+            return self._engine
 
     def _check_started(self, engine: Engine) -> None:
         """After `engine.started`: raises why loading failed, then with nothing left behind."""
@@ -160,19 +165,27 @@ class AsyncEngine:
         """Start the model's next message after `messages` ({"role": ..., "content": ...}), laid
         out by the model's own chat template, which also sees `template_options`.
 
-        Raises like `generate`; `ChatTemplateError` from the first read of the stream.
+        Raises like `generate`; from the first read of the stream `InvalidParameterError` for a
+        message that is wrong, `ChatTemplateError` when there is no template or it refuses them.
         """
         engine = self._running()
-        if isinstance(messages, str) or not all(hasattr(m, "keys") for m in messages):
+        if isinstance(messages, Iterable) and not isinstance(messages, str):
+            messages = list(messages)
+        if not isinstance(messages, list) or not all(hasattr(m, "keys") for m in messages):
             raise InvalidParameterError(
-                f'messages must be a list of {{"role": ..., "content": ...}}; got {messages!r}',
+                'messages must be a list of {"role": ..., "content": ...}; '
+                f"got {_short(messages)}",
                 param="messages",
             )
-        options = {
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            **(template_options or {}),
-        }
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        for name in template_options or ():
+            if not isinstance(name, str) or name in ("self", "messages", *options):
+                raise InvalidParameterError(
+                    f"template_options: {name!r} is not a name for the template's own variables; "
+                    "messages, tools and add_generation_prompt are arguments of chat()",
+                    param="template_options",
+                )
+        options |= template_options or {}
         messages = [dict(message) for message in messages]
         return self._submit(engine, messages, params, sampling, priority, request_id, options)
 
@@ -256,15 +269,18 @@ class AsyncEngine:
 
 def check_ids(prompt: Iterable[int], vocab_size: int) -> list[int]:
     """`prompt` as a list of plain ints. Raises `InvalidParameterError` unless all are token ids."""
+    items = prompt
     try:
-        ids = list(prompt)
+        items = ids = list(prompt)
         if set(map(type, ids)) - {int}:
             if any(isinstance(i, bool) for i in ids):
                 raise TypeError("bool")
             ids = [operator.index(i) for i in ids]
     except TypeError:
         raise InvalidParameterError(
-            f"prompt must be text or a sequence of token ids; got {_short(prompt)}", param="prompt"
+            f"prompt must be text or a sequence of token ids; got {_short(prompt)}"
+            f"{_prompt_hint(prompt, items)}",
+            param="prompt",
         ) from None
     if not ids:
         raise InvalidParameterError("prompt has 0 tokens; give at least one", param="prompt")
@@ -275,6 +291,16 @@ def check_ids(prompt: Iterable[int], vocab_size: int) -> list[int]:
             param="prompt",
         )
     return ids
+
+
+def _prompt_hint(prompt: object, items: object) -> str:
+    """What the caller may have meant by a prompt that holds no ids."""
+    first = items[0] if isinstance(items, list) and items else None
+    if isinstance(prompt, Mapping) or isinstance(first, Mapping):
+        return "; for messages use chat()"
+    if isinstance(first, str | list | tuple):
+        return "; one prompt per call; for lists use LLM.generate"
+    return ""
 
 
 def _short(value: object) -> str:

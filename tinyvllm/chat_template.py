@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from tinyvllm.errors import ChatTemplateError
+from tinyvllm.errors import ChatTemplateError, InvalidParameterError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,13 +102,14 @@ class ChatTemplate:
 
         `variables` are passed to it as they are.
 
-        Raises `ChatTemplateError`: no such template, messages it cannot take (which, and why), a
-        template that refuses them, is broken, or goes over the limits.
+        Raises `InvalidParameterError` for messages, tools or variables that are wrong (which, and
+        why), `ChatTemplateError`: no such template, or one that refuses these messages, is broken
+        or goes over the limits.
         """
         data = {
             "documents": None,
             **self._variables,
-            **_plain(variables, "template variables"),
+            **_plain(variables, "template variables", "template_options"),
             "messages": check_messages(messages),
             "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
@@ -162,36 +163,41 @@ class ChatTemplate:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as plain data for a template; `ChatTemplateError` says which is wrong, and how.
+    """Messages as plain data for a template; `InvalidParameterError` says which is wrong, and how.
 
     Content is a string, or a list of text parts, which become one string, a part per line.
     Keys whose value is None are dropped; extra keys (`name`, `tool_calls`, ...) are kept.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise ChatTemplateError(
-            f"messages must be a non-empty list of {{'role', 'content'}}; got {_brief(messages)}"
+        raise InvalidParameterError(
+            f"messages must be a non-empty list of {{'role', 'content'}}; got {_brief(messages)}",
+            param="messages",
         )
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _check_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ChatTemplateError(
-            f"{where} must be a mapping with 'role' and 'content'; got {_brief(message)}"
+        raise InvalidParameterError(
+            f"{where} must be a mapping with 'role' and 'content'; got {_brief(message)}",
+            param="messages",
         )
     plain: dict[str, Any] = {
-        key: value for key, value in _plain(message, where).items() if value is not None
+        key: value for key, value in _plain(message, where, "messages").items() if value is not None
     }
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise ChatTemplateError(f"{where}.role must be a non-empty string; got {_brief(role)}")
+        raise InvalidParameterError(
+            f"{where}.role must be a non-empty string; got {_brief(role)}", param="messages"
+        )
     content = plain.get("content")
     if isinstance(content, list):
         parts = [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         plain["content"] = "\n".join(parts)
     elif not isinstance(content, str) and not (content is None and "tool_calls" in plain):
-        raise ChatTemplateError(
-            f"{where}.content must be a string or a list of text parts; got {_brief(content)}"
+        raise InvalidParameterError(
+            f"{where}.content must be a string or a list of text parts; got {_brief(content)}",
+            param="messages",
         )
     return plain
 
@@ -200,23 +206,31 @@ def _text_part(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or part.get("type", "text") not in _TEXT_PART_TYPES:
-        raise ChatTemplateError(
-            f"{where} must be a part of type 'text'; got {_brief(part)}: only text is supported"
+        raise InvalidParameterError(
+            f"{where} must be a part of type 'text'; got {_brief(part)}: only text is supported",
+            param="messages",
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise ChatTemplateError(f"{where}.text must be a string; got {_brief(text)}")
+        raise InvalidParameterError(
+            f"{where}.text must be a string; got {_brief(text)}", param="messages"
+        )
     return text
 
 
 def _check_tools(tools: object) -> list[Any]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ChatTemplateError(f"tools must be a list of JSON schemas; got {_brief(tools)}")
-    return [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        raise InvalidParameterError(
+            f"tools must be a list of JSON schemas; got {_brief(tools)}", param="tools"
+        )
+    return [_plain(tool, f"tools[{i}]", "tools") for i, tool in enumerate(tools)]
 
 
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in exact JSON types: a template may call methods of whatever else it is given."""
+def _plain(value: Any, where: str, param: str, depth: int = 0) -> Any:
+    """A copy in exact JSON types: a template may call methods of whatever else it is given.
+
+    `where` is the value's place in the caller's argument `param`.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -226,18 +240,27 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if depth == _MAX_NESTING:
-        raise ChatTemplateError(f"{where} is nested more than {_MAX_NESTING} levels deep")
+        raise InvalidParameterError(
+            f"{where} is nested more than {_MAX_NESTING} levels deep", param=param
+        )
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise ChatTemplateError(f"{where} has the key {_brief(key)}; keys must be strings")
-        return {str(key): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+                raise InvalidParameterError(
+                    f"{where} has the key {_brief(key)}; keys must be strings", param=param
+                )
+        return {
+            str(key): _plain(item, f"{where}.{key}", param, depth + 1)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise ChatTemplateError(f"{where} must be JSON data; got {_brief(value)}")
+        return [_plain(item, f"{where}[{i}]", param, depth + 1) for i, item in enumerate(value)]
+    raise InvalidParameterError(f"{where} must be JSON data; got {_brief(value)}", param=param)
 
 
 def _brief(value: object) -> str:
+    if value is None:
+        return "None"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tinyvllm.errors import ConfigError
+from tinyvllm.errors import ConfigError, did_you_mean
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
@@ -109,7 +109,8 @@ class EngineConfig:
         for name in overrides:
             if name not in known:
                 raise ConfigError(
-                    f"EngineConfig has no field {name!r}; fields: {', '.join(sorted(known))}",
+                    f"EngineConfig has no field {name!r}; {did_you_mean(name, sorted(known))}"
+                    f"fields: {', '.join(sorted(known))}",
                     param=name,
                 )
         if config is None:

@@ -41,9 +41,10 @@ from tinyvllm.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
-    TinyvllmError,
+    ModelNotFoundError,
 )
 from tinyvllm.model_runner import ModelRunner
+from tinyvllm.sampling_params import ignored_defaults
 from tinyvllm.scheduler import Scheduler
 from tinyvllm.sequence import Sequence
 from tinyvllm.stream import Signal, StreamState, wake
@@ -183,6 +184,10 @@ class Engine:
             self._thread.join(timeout)
 
     @property
+    def is_closing(self) -> bool:
+        return self._closing and not self.stopped.is_set()
+
+    @property
     def is_running(self) -> bool:
         """The thread exists and has not ended. False in a forked child."""
         return self._thread.is_alive() and os.getpid() == self._pid
@@ -230,7 +235,10 @@ class Engine:
         )
         if chat_options is None and not isinstance(prompt, str):
             state.prompt_token_ids = prompt  # type: ignore[assignment]  # not messages: ids
-            self._scheduler.check_prompt_len(len(prompt))
+            try:
+                self._scheduler.check_prompt_len(len(prompt))
+            except AttributeError:  # released just now
+                raise self._copy_of_end() from None
         return state
 
     def submit(self, state: StreamState) -> None:
@@ -284,23 +292,27 @@ class Engine:
 
     def _tokenize_texts(self) -> None:
         """Text and chat messages become token ids here: neither a loop nor a step waits."""
+        state: StreamState | None = None
         while (state := self._texts.get()) is not None:
-            if state.aborted:  # its "abort" command ends it
-                continue
-            try:
-                if state.chat_options is None:
-                    ids = self.tokenizer.encode(state.prompt)
-                else:
-                    ids = self.tokenizer.encode_chat(state.prompt, **state.chat_options)
-                self._scheduler.check_prompt_len(len(ids))
-            except Exception as error:
-                state.error = error
-                self._mailbox.put(("reject", state))
+            if not state.aborted:  # else its "abort" command ends it
+                self._tokenize(state)
+            state = None  # a blocked thread must not keep streams, and so engines, alive
+
+    def _tokenize(self, state: StreamState) -> None:
+        try:
+            if state.chat_options is None:
+                ids = self.tokenizer.encode(state.prompt)
             else:
-                state.prompt_token_ids = ids
-                self._mailbox.put(("add", state))
-            if self._end is not None:
-                self._fail(state)
+                ids = self.tokenizer.encode_chat(state.prompt, **state.chat_options)
+            self._scheduler.check_prompt_len(len(ids))
+        except BaseException as error:  # the thread has to live: others' texts wait
+            state.error = error
+            self._mailbox.put(("reject", state))
+        else:
+            state.prompt_token_ids = ids
+            self._mailbox.put(("add", state))
+        if self._end is not None:
+            self._fail(state)
 
     # --- Waking thread --------------------------------------------------------------------------
 
@@ -309,16 +321,21 @@ class Engine:
         states: list[StreamState] | None = None
         try:
             while (states := self._parked.get()) is not None:
-                waiters = {state.waiter: state for state in states}
-                for waiter in wake([waiter for waiter in waiters if waiter is not None]):
-                    # Its reader can never run again.
-                    state = waiters[waiter]
-                    logger.warning("the loop that read %s is closed: aborted", state.request_id)
-                    state.abort()
+                self._wake_parked(states)
+                states = None  # a blocked thread must not keep streams, and so engines, alive
         except BaseException as error:  # else every reader would wait for ever
             self._waking_error = error
             self._parked.put(states)
             self._mailbox.put(("close", None))
+
+    def _wake_parked(self, states: list[StreamState]) -> None:
+        waiters = {state.waiter: state for state in states}
+        for waiter in wake([waiter for waiter in waiters if waiter is not None]):
+            # Its reader can never run again.
+            state = waiters[waiter]
+            logger.warning("the loop that read %s is closed: aborted", state.request_id)
+            state.waiter = None  # it would keep the dead loop's task, stream and engine alive
+            state.abort()
 
     # --- Engine thread --------------------------------------------------------------------------
 
@@ -347,11 +364,24 @@ class Engine:
     def _load(self) -> None:
         config = self.config
         model_dir = hub.resolve(self._model, progress=self._report)
+        if not (model_dir / "config.json").exists():  # before any other file is missed
+            raise ModelNotFoundError(
+                f"{model_dir} is not a model directory: it has no config.json; it needs "
+                "config.json, *.safetensors and tokenizer.json",
+                path=model_dir,
+            )
         self._report("loading tokenizer", 0.0)
         self.tokenizer = Tokenizer.from_dir(model_dir)
         runner = ModelRunner(Path(model_dir), config, progress=self._report)
         self._runner = runner
         self.model_config = runner.model_config
+        for name, value in ignored_defaults(runner.model_config.sampling_defaults).items():
+            logger.warning(
+                "%s asks for %s=%r, which is not supported yet: requests run without it",
+                model_dir / "generation_config.json",
+                name,
+                value,
+            )
         self.max_model_len = runner.max_model_len
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
@@ -387,6 +417,7 @@ class Engine:
                 if scheduler.has_work:
                     return True
                 self._idle_since = perf_counter()
+            state = None  # a blocked thread must not keep streams, and so engines, alive
             command, state = mailbox.get()
             if self._idle_since is not None:
                 self._idle_since = None
@@ -411,6 +442,7 @@ class Engine:
             return
         assert state.prompt_token_ids is not None
         params = state.params
+        self._states[state.seq_id] = state  # from here on it ends when the engine does
         try:
             state.detokenizer = Detokenizer(
                 self.tokenizer,
@@ -428,10 +460,9 @@ class Engine:
                 owner=state,
             )
             self._scheduler.add(seq)
-        except TinyvllmError as error:
+        except Exception as error:
             self._finish(state, "error", error)
             return
-        self._states[state.seq_id] = state
         self._num_requests += 1
         self._num_prompt_tokens += seq.num_prompt_tokens
 

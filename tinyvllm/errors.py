@@ -4,7 +4,7 @@ TinyvllmError
 ├── InvalidParameterError (ValueError)     a caller's argument is wrong; `.param` names it
 │   ├── ConfigError                        an EngineConfig field
 │   ├── NotSupportedError                  a documented parameter that is not built yet
-│   └── ContextLengthError                 prompt (+ max_tokens) does not fit max_model_len
+│   └── ContextLengthError                 the prompt leaves no room within max_model_len
 ├── ModelError                             a model directory cannot be used; `.path`
 │   ├── ModelNotFoundError                 no such alias, directory or repository
 │   ├── ModelConfigError                   config.json / generation_config.json
@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from os import PathLike
 
 
@@ -105,3 +106,11 @@ class EngineOverloadedError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine thread failed; its exception is chained as `__cause__`."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'? ` for an error's message; empty when nothing known is near `name`."""
+    import difflib  # only errors need it
+
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

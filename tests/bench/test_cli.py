@@ -66,8 +66,9 @@ def test_engines_side_by_side(
             assert result["times_better_than"]["transformers"] > 0
     if command == "latency":
         decode = next(result for result in results if result["metric"] == "decode")
-        assert decode["share_of_ceiling"] > 0
+        assert decode["share_of_ceiling"] == pytest.approx(decode["median"] / decode["ceiling"])
     table = capsys.readouterr().out
+    assert "names: P/N is P prompt tokens, N new tokens" in table
     assert "vs transformers" in table and "greedy tokens equal those of transformers" in table
 
 
@@ -150,6 +151,18 @@ def test_mistakes_are_named(
 ) -> None:
     assert main(["latency", "--size", "tiny", *options]) == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--threads"])
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_counts_are_positive_integers(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["latency", option, value])
+    assert info.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert option in last and f"{value!r} is not an integer >= 1" in last
 
 
 def test_json_on_stdout_leaves_the_table_to_stderr(tiny_model_dir: Path) -> None:

@@ -34,10 +34,11 @@ def test_no_ratio_without_both_engines() -> None:
 def test_records_hold_medians_ratios_and_shares() -> None:
     row = decode_row(tinyvllm=[90.0, 110.0, 100.0], transformers=[50.0, 50.0, 50.0])
     row.shares = {"tinyvllm": [0.8, 0.9, 0.85]}
+    row.ceilings = [112.5, 122.2, 117.6]
     ours, theirs = row.records()
     assert (ours["engine"], ours["median"], ours["rounds"]) == ("tinyvllm", 100.0, [90, 110, 100])
     assert ours["times_better_than"] == {"transformers": 2.0}
-    assert ours["share_of_ceiling"] == 0.85
+    assert (ours["share_of_ceiling"], ours["ceiling"]) == (0.85, 117.6)
     assert "times_better_than" not in theirs and "share_of_ceiling" not in theirs
     for record in (ours, theirs):
         validate(json.loads(json.dumps(record)))
@@ -66,7 +67,7 @@ def test_percentile_is_the_nearest_rank() -> None:
 
 def test_table_has_a_column_per_engine_ratio_and_share() -> None:
     row = decode_row(tinyvllm=[100.0], transformers=[40.0])
-    row.shares = {"tinyvllm": [0.875]}
+    row.shares, row.ceilings = {"tinyvllm": [0.875]}, [114.3]
     lacking = Row("latency 64/128", "other", "ms", False, {"tinyvllm": [1234.5]})
     header, rule, first, second = result_table([row, lacking]).splitlines()
     assert [cell.strip() for cell in header.strip("|").split("|")] == [
@@ -75,11 +76,12 @@ def test_table_has_a_column_per_engine_ratio_and_share() -> None:
         "tinyvllm",
         "transformers",
         "vs transformers",
+        "ceiling",
         "tinyvllm: of ceiling",
         "transformers: of ceiling",
     ]
-    assert "2.50x" in first and "88%" in first
-    assert "1,234" in second and second.count(" - ") == 4
+    assert "2.50x" in first and "114" in first and "88%" in first
+    assert "1,234" in second and second.count(" - ") == 5
     assert len({len(line) for line in (header, rule, first, second)}) == 1
 
 

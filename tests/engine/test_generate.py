@@ -10,7 +10,6 @@ from support.engine_helpers import GREEDY, settled, stepped
 
 from tinyvllm import (
     AsyncEngine,
-    ChatTemplateError,
     ContextLengthError,
     InvalidParameterError,
     NotSupportedError,
@@ -250,14 +249,17 @@ async def test_priority(make_engine: MakeEngine, prompts: Any) -> None:
         ([3, -1], {}, InvalidParameterError, r"prompt\[1\] is -1"),
         ([3, 311], {}, InvalidParameterError, r"\[0, 311\)"),
         ([True], {}, InvalidParameterError, "token ids"),
-        (["a"], {}, InvalidParameterError, "token ids"),
+        (["a"], {}, InvalidParameterError, "one prompt per call; for lists use LLM.generate"),
+        ([[3], [4]], {}, InvalidParameterError, "one prompt per call; for lists use LLM.generate"),
+        ([{"role": "user"}], {}, InvalidParameterError, r"for messages use chat\(\)"),
+        ({"role": "user"}, {}, InvalidParameterError, r"for messages use chat\(\)"),
         ([1.0], {}, InvalidParameterError, "token ids"),
         (None, {}, InvalidParameterError, "token ids"),
         (7, {}, InvalidParameterError, "token ids"),
         ("x", {"temperature": -1}, InvalidParameterError, "temperature"),
         ("x", {"temprature": 1}, InvalidParameterError, "temprature"),
         ("x", {"n": 2}, NotSupportedError, "n is not supported"),
-        ("x", {"params": {"seed": 1}}, InvalidParameterError, "SamplingParams"),
+        ("x", {"params": {"seed": 1}}, InvalidParameterError, "SamplingParams; .* as keywords"),
         ("x", {"priority": "high"}, InvalidParameterError, "priority"),
         ([3] * 600, {}, ContextLengthError, "600 tokens"),
     ],
@@ -289,8 +291,12 @@ async def test_chat(make_engine: MakeEngine) -> None:
         with pytest.raises(InvalidParameterError, match="messages"):
             engine.chat("Once upon a time")  # type: ignore[arg-type]
         broken = engine.chat([{"role": "user"}], GREEDY)
-        with pytest.raises((ChatTemplateError, InvalidParameterError)):
+        with pytest.raises(InvalidParameterError, match=r"messages\[0\]\.content .* got None$"):
             await broken.text()
+        with pytest.raises(InvalidParameterError, match="messages must be a non-empty list"):
+            await engine.chat([], GREEDY).text()
+        with pytest.raises(InvalidParameterError, match=r"messages must be a list .* got None$"):
+            engine.chat(None)  # type: ignore[arg-type]
         assert await engine.chat(messages, GREEDY).text() == text
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,11 +21,13 @@ import pytest
 from support.engine_helpers import GREEDY, settled, stepped
 
 from tinyvllm import (
+    LLM,
     AsyncEngine,
     ConfigError,
     EngineClosedError,
     EngineDeadError,
     EngineOverloadedError,
+    InvalidParameterError,
     ModelError,
     ModelNotFoundError,
     NotSupportedError,
@@ -144,6 +149,27 @@ async def test_a_failed_start_leaves_nothing(
         engine.generate("x")
     assert isinstance(engine.health().error, error)
     await engine.aclose()
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    message = "is not a model directory: it has no config.json; it needs config.json, *.safetensors"
+    with pytest.raises(ModelNotFoundError, match=re.escape(f"{tmp_path} {message}")):
+        LLM(tmp_path)
+
+
+def test_a_default_that_is_ignored_is_logged_once(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model_dir)
+    path = model_dir / "generation_config.json"
+    generation = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**generation, "repetition_penalty": 1.3, "temperature": 0.5}))
+    with LLM(model_dir, num_blocks=64) as llm:
+        llm.generate(["a", "b", "c"], max_tokens=2)
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warned) == 1
+    assert warned[0].startswith(f"{path} asks for repetition_penalty=1.3, which is not supported")
 
 
 @pytest.mark.anyio
@@ -460,3 +486,89 @@ asyncio.run(main())
     assert done.returncode in wanted, done.stderr
     assert "Fatal Python error" not in done.stderr
     assert time.monotonic() - begin < 50
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+async def test_a_request_that_cannot_be_added(
+    make_engine: MakeEngine, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Whatever is wrong with it ends that request; what must end the engine ends it too."""
+    engine = make_engine()
+    await engine.start()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise kind("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tinyvllm.engine.Detokenizer", fail)
+        with pytest.raises(kind if kind is ZeroDivisionError else EngineDeadError):
+            await engine.generate(prompts[1], GREEDY).text()
+    if kind is ZeroDivisionError:
+        assert [t.id async for t in engine.generate(prompts[1], GREEDY)] == expected[1]
+    await engine.aclose()
+
+
+@pytest.mark.anyio
+async def test_the_tokenizing_thread_survives_anything(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_engine() as engine:
+
+        def fail(text: str) -> Any:
+            raise SystemExit("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.tokenizer, "encode", fail)
+            with pytest.raises(SystemExit):
+                await engine.generate("text", GREEDY).text()
+        assert (await engine.generate("text", GREEDY).text()) is not None
+
+
+def test_no_blocked_thread_keeps_a_stream_alive(make_engine: MakeEngine, prompts: Any) -> None:
+    """Else a reader whose loop has closed would keep its stream, and so a dropped engine."""
+    engine = make_engine()
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(engine.start())
+    stream = engine.generate(prompts[1], ENDLESS)
+
+    async def read(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    task = loop.create_task(read(stream))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    alive = weakref.ref(stream)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    del task, loop, stream
+    asyncio.run(settled(engine))
+    core = engine._engine
+    assert core is not None
+    end = time.monotonic() + 10
+    while alive() is not None and time.monotonic() < end:
+        gc.collect()
+    assert alive() is None
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.anyio
+async def test_template_options_do_not_hide_arguments(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        for name in ("messages", "tools", "self", 3):
+            with pytest.raises(InvalidParameterError, match="template_options") as caught:
+                engine.chat([{"role": "user", "content": "x"}], template_options={name: 1})  # type: ignore[dict-item]
+            assert caught.value.param == "template_options"
+
+
+def test_start_from_two_threads_makes_one_engine(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    cores: list[Any] = []
+    threads = [threading.Thread(target=lambda: cores.append(engine._launch())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, cores))) == 1
+    asyncio.run(engine.start())
+    asyncio.run(engine.aclose())

@@ -112,6 +112,31 @@ async def test_methods(running: Harness) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/"])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        ("Content-Length: 17", '{"input": "Hi..."}'[:17]),
+        ("Content-Length: 200000", "x" * 200_000),
+        ("Transfer-Encoding: chunked", "2\r\n{}\r\n0\r\n\r\n"),
+    ],
+)
+async def test_a_body_is_refused_with_a_reply(
+    running: Harness, path: str, framing: str, body: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.gateway.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\n{framing}\r\n\r\n{body}".encode())
+    async with asyncio.timeout(10):
+        head, _, reply = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    assert head.startswith(b"HTTP/1.1 405 ") and b"Content-Type: application/json" in head
+    assert "ws://HOST/v1/responses" in json.loads(reply)["error"]["message"]
+    await running.idle()
+    assert (await get(running, "/"))[0] == 200
+
+
+@pytest.mark.asyncio
 async def test_an_upgrade_elsewhere_is_not_accepted(running: Harness) -> None:
     upgrade = "Host: 127.0.0.1\nUpgrade: websocket\nConnection: Upgrade\nSec-WebSocket-Version: 13"
     key = "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="

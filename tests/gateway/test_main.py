@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -18,6 +19,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from tinyvllm import EngineConfig
 from tinyvllm.gateway.__main__ import build_parser, engine_config, main
 
 if TYPE_CHECKING:
@@ -143,13 +145,22 @@ def test_wrong_arguments(args: list[str], words: str, capsys: pytest.CaptureFixt
 def test_engine_flags_reach_the_config() -> None:
     args = build_parser().parse_args(
         "--device cpu --max-num-seqs 4 --max-model-len 512 --num-threads 2 --block-size 32 "
-        "--no-prefix-caching --enforce-eager --scheduling static".split()
+        "--no-prefix-caching --enforce-eager --scheduling static --expected-seq-len 300 "
+        "--max-buffered-tokens 50".split()
     )
     config = engine_config(args)
     assert (config.device, config.max_num_seqs, config.max_model_len) == ("cpu", 4, 512)
     assert (config.num_threads, config.block_size, config.scheduling) == (2, 32, "static")
+    assert (config.expected_seq_len, config.max_buffered_tokens) == (300, 50)
     assert config.enforce_eager and not config.enable_prefix_caching
     assert engine_config(build_parser().parse_args([])).max_num_seqs == 64
+
+
+def test_every_field_of_the_config_has_a_flag() -> None:
+    flags = vars(build_parser().parse_args([]))
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields - set(flags) == {"enable_prefix_caching"}  # --no-prefix-caching
+    assert "no_prefix_caching" in flags
 
 
 def test_help_tells_of_every_flag() -> None:

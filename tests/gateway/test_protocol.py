@@ -174,6 +174,14 @@ def test_a_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "use"), [("max_tokens", "max_output_tokens"), ("logprobs", "top_logprobs")]
+)
+def test_the_engines_name_leads_to_openais(name: str, use: str) -> None:
+    error = refused(**{name: 5})
+    assert (error.param, error.message) == (name, f"unknown field {name!r}: use {use}")
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

@@ -81,7 +81,7 @@ def files_below(path: Path) -> list[str]:
 
 
 COMPLETE = [
-    f"models/{NAME}-1/{name}"
+    f"models/{NAME}-{hub._CONVERSION}/{name}"
     for name in (
         "SOURCE.md",
         "config.json",
@@ -98,7 +98,7 @@ def test_an_alias_is_fetched_converted_and_cached(
 ) -> None:
     told: list[tuple[str, float]] = []
     path = hub.resolve(NAME, progress=lambda *args: told.append(args))
-    assert path == home / "models" / f"{NAME}-1"
+    assert path == home / "models" / f"{NAME}-{hub._CONVERSION}"
     assert files_below(home) == COMPLETE
     assert load_config(path).num_layers == 2
     source = (path / "SOURCE.md").read_text()
@@ -110,6 +110,20 @@ def test_an_alias_is_fetched_converted_and_cached(
     before = (path / "model.safetensors").stat().st_mtime_ns
     assert hub.resolve(NAME) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_an_alias_has_sampling_defaults(home: Path, wheel_dir: Path) -> None:
+    plain = load_config(hub.resolve(NAME))
+    assert plain.sampling_defaults == {}  # the conversion alone gives none
+    name, sampling = "tiny-with-sampling", {"temperature": 0.2, "top_p": 0.9}
+    hub.ALIASES[name] = packaged(wheel_dir / WHEEL, sampling=sampling)
+    try:
+        config = load_config(hub.resolve(name))
+    finally:
+        del hub.ALIASES[name]
+    assert config.sampling_defaults == sampling
+    assert config.eos_token_ids == plain.eos_token_ids
+    assert hub.ALIASES[hub.DEFAULT_MODEL].sampling == sampling  # its model card's
 
 
 def test_a_damaged_cache_is_made_anew(home: Path) -> None:
@@ -280,8 +294,8 @@ def start_child(child_dir: Path, moment: str) -> subprocess.Popen[str]:
         "downloading end",
         "converting middle",
         "after rename model",
-        f"before rename {NAME}-1",
-        f"after rename {NAME}-1",
+        f"before rename {NAME}-{hub._CONVERSION}",
+        f"after rename {NAME}-{hub._CONVERSION}",
     ],
 )
 def test_a_kill_at_any_moment_leaves_no_half_model(
@@ -291,8 +305,8 @@ def test_a_kill_at_any_moment_leaves_no_half_model(
         assert child.stdout is not None
         assert any(line == "here\n" for line in child.stdout), "the moment never came"
         os.killpg(child.pid, signal.SIGKILL)
-    done = moment == f"after rename {NAME}-1"
-    assert (home / "models" / f"{NAME}-1").exists() == done
+    done = moment == f"after rename {NAME}-{hub._CONVERSION}"
+    assert (home / "models" / f"{NAME}-{hub._CONVERSION}").exists() == done
     phases: list[str] = []
     path = hub.resolve(NAME, progress=lambda phase, _: phases.append(phase))
     assert bool(phases) != done
@@ -304,7 +318,7 @@ def test_a_kill_at_any_moment_leaves_no_half_model(
 def test_two_processes_do_it_once(home: Path, child_dir: Path) -> None:
     with start_child(child_dir, "none") as first, start_child(child_dir, "none") as second:
         outputs = [child.communicate(timeout=60)[0] for child in (first, second)]
-    path = str(home / "models" / f"{NAME}-1")
+    path = str(home / "models" / f"{NAME}-{hub._CONVERSION}")
     assert [output.splitlines()[-1] for output in outputs] == [path, path]
     assert sum("converting weights" in output for output in outputs) == 1
     assert files_below(home) == COMPLETE
@@ -338,11 +352,35 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nowhere", "./org/name", "/no/such/dir", "a/b/c", "", "~/nowhere", Path("org/name")]
+    ("name", "message"),
+    [
+        ("nowhere", "no model 'nowhere': no such directory exists here, and it is not an alias"),
+        ("./org/name", "org/name does not exist"),
+        ("./x", "x does not exist"),
+        ("/no/such/dir", "/no/such/dir does not exist"),
+        ("a/b/c", "a/b/c does not exist"),
+        ("~/nowhere", "/nowhere does not exist"),
+        (Path("org/name"), "org/name does not exist"),
+        ("/dev/null", "/dev/null is not a directory"),
+        ("", "model is an empty string"),
+    ],
 )
-def test_unknown_names(name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names(
+    name: str | Path, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"not an alias \(smollm2-135m-instruct"):
+    choices = r"; give a directory, org/name or an alias \(smollm2-135m-instruct"
+    with pytest.raises(ModelNotFoundError, match=f"{message}{choices}") as error:
+        hub.resolve(name)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "smollm2-135-instruct", "smollm2-135m"])
+def test_a_near_miss_of_an_alias(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"did you mean 'smollm2-135m-instruct'\?"):
         hub.resolve(name)
 
 
@@ -479,7 +517,7 @@ def test_a_hub_model_is_fetched_then_served_offline(
 
 def test_hub_models_that_cannot_be_had(tmp_path: Path, hub_server: FakeHubServer) -> None:
     expected = {
-        "tiny/absent": "tiny/absent does not exist on the hub",
+        "tiny/absent": "tiny/absent is no directory here, and does not exist on the hub",
         "tiny/gated": "tiny/gated is gated: accept its licence",
         "tiny/empty": "tiny/empty has no config.json",
         "tiny/--x": "tiny/--x cannot be fetched",
@@ -492,10 +530,13 @@ def test_hub_models_that_cannot_be_had(tmp_path: Path, hub_server: FakeHubServer
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     (answer,) = resolve_in_child(tmp_path, ["tiny/model"], "http://127.0.0.1:9")
-    assert answer.startswith("ModelNotFoundError tiny/model is not cached, and the hub cannot be")
+    assert answer.startswith(
+        "ModelNotFoundError tiny/model is not cached, the hub cannot be reached, and no such "
+        "directory exists here: connect once, or give a directory"
+    )
 
 
 def test_without_huggingface_hub(tmp_path: Path) -> None:
     first = "import sys; sys.modules['huggingface_hub'] = None"
     (answer,) = resolve_in_child(tmp_path, ["tiny/model"], "http://127.0.0.1:9", first)
-    assert answer.endswith("needs huggingface_hub: pip install tinyvllm[hub]")
+    assert answer.endswith("needs huggingface_hub: pip install huggingface_hub")

@@ -118,6 +118,8 @@ def test_resolve_names_the_unknown(config):
     with pytest.raises(ConfigError, match=r"no field 'max_seqs'.*max_num_seqs") as error:
         EngineConfig.resolve(config, {"max_seqs": 4})
     assert error.value.param == "max_seqs"
+    with pytest.raises(ConfigError, match=r"did you mean 'max_model_len'\? fields: "):
+        EngineConfig.resolve(config, {"max_model_length": 4})
 
 
 @pytest.mark.parametrize("config", [{"device": "cpu"}, "cpu", 0, EngineConfig])

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tinyvllm.errors import InvalidParameterError, NotSupportedError
-from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.sampling_params import SamplingParams, ignored_defaults
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # JSON has such integers; float() does not
@@ -85,6 +85,18 @@ def test_bad_values_are_named(name, value):
     assert error.value.param == name
     assert str(error.value).startswith(f"{name} must be ")
     assert str(error.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(-1, "number"), (NAN, "number"), (INF, "number"), (HUGE, "float32"), (1e39, "float32")],
+    ids=lambda v: shown(v),
+)
+def test_a_temperature_has_no_upper_bound_to_name(value, kind):
+    with pytest.raises(
+        InvalidParameterError, match=rf"^temperature must be a finite {kind} >= 0; "
+    ):
+        SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(NOT_YET), ids=lambda v: shown(v))
@@ -183,6 +195,28 @@ def test_resolve_names_the_unknown(name, params):
     with pytest.raises(InvalidParameterError, match=f"no field '{name}'.*temperature") as error:
         SamplingParams.resolve(params, {name: 1})
     assert error.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("Top_P", "top_p")],
+)
+def test_resolve_knows_what_was_meant(name, meant):
+    with pytest.raises(InvalidParameterError, match=rf"did you mean '{meant}'\? fields: "):
+        SamplingParams.resolve(None, {name: 1})
+    with pytest.raises(InvalidParameterError, match="no field 'xyz'; fields: "):
+        SamplingParams.resolve(None, {"xyz": 1})
+
+
+def test_ignored_defaults():
+    defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
+    assert ignored_defaults(defaults) == {"repetition_penalty": 1.1}
+    assert ignored_defaults({"repetition_penalty": 1}) == {}
+
+
+def test_a_dict_is_told_of_keywords():
+    with pytest.raises(InvalidParameterError, match=r"; or pass the fields as keywords$"):
+        SamplingParams.resolve({"temperature": 0}, {})
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, "greedy", 0, SamplingParams])

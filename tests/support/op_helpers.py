@@ -1,7 +1,7 @@
 """Comparing ops: the derived tolerance, bit equality, a paged KV cache that punishes misreading.
 
-Tolerance (DESIGN.md, section 6): against the reference in float32, an op may err at most twice as
-much as torch's own op in the same dtype, or as much as rounding the exact result once.
+Tolerance: against the reference in float32, an op may err at most twice as much as torch's own op
+in the same dtype, or as much as rounding the exact result once.
 """
 
 from __future__ import annotations

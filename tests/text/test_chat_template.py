@@ -296,11 +296,12 @@ def test_no_template_and_no_default(tmp_path: Path) -> None:
         ("hello", "messages must be a non-empty list .* got str 'hello'"),
         ({"role": "user", "content": "x"}, "messages must be a non-empty list .* got dict"),
         (5, "got int 5"),
+        (None, "messages must be a non-empty list .* got None$"),
         ([["user", "x"]], r"messages\[0\] must be a mapping"),
-        ([CHATS["one"][0], {"content": "x"}], r"messages\[1\]\.role must be .* got NoneType None"),
+        ([CHATS["one"][0], {"content": "x"}], r"messages\[1\]\.role must be .* got None$"),
         ([{"role": 3, "content": "x"}], r"messages\[0\]\.role must be .* got int 3"),
         ([{"role": "", "content": "x"}], r"messages\[0\]\.role must be"),
-        ([{"role": "user"}], r"messages\[0\]\.content must be .* got NoneType"),
+        ([{"role": "user"}], r"messages\[0\]\.content must be .* got None$"),
         ([{"role": "user", "content": 1.5}], r"messages\[0\]\.content must be .* got float 1\.5"),
         ([{"role": "user", "content": {"a": 1}}], r"messages\[0\]\.content must be .* got dict"),
         (
@@ -319,21 +320,22 @@ def test_no_template_and_no_default(tmp_path: Path) -> None:
 )
 def test_wrong_messages_are_named(messages: Any, complaint: str) -> None:
     template = ChatTemplate({"default": "{{ messages }}"}, {}, HERE)
-    with pytest.raises(ChatTemplateError, match=complaint):
+    with pytest.raises(InvalidParameterError, match=complaint) as error:
         template.render(messages)
+    assert error.value.param == "messages"
 
 
 def test_deep_messages_and_wrong_tools() -> None:
     deep: Any = "x"
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(ChatTemplateError, match="nested more than 64"):
+    with pytest.raises(InvalidParameterError, match="nested more than 64"):
         render("x", [{"role": "user", "content": "x", "extra": deep}])
     for tools in ("x", [1], {"a": 1}):
-        with pytest.raises(ChatTemplateError, match="tools must be a list of JSON schemas"):
+        with pytest.raises(InvalidParameterError, match="tools must be a list of JSON schemas"):
             render("x", tools=tools)
     assert render("{{ name }}", name="any") == "any"
-    with pytest.raises(ChatTemplateError, match=r"template variables\.x must be JSON data"):
+    with pytest.raises(InvalidParameterError, match=r"template variables\.x must be JSON data"):
         render("x", x=object())
 
 

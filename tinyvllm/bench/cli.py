@@ -73,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--threads",
-        type=int,
+        type=_positive,
         default=_C.num_threads(),
         help="for every engine; default: what affinity and cgroup allow (%(default)s here)",
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=_positive, default=3, help="default: %(default)s")
     parser.add_argument(
         "--size",
         choices=tuple(SIZES),
@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help='JSON lines to FILE; "-" is stdout')
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return value
 
 
 class Bench:
@@ -160,6 +167,17 @@ class Bench:
         bandwidth, flops = self._ceilings.read_bandwidth(), self._ceilings.matrix_flops()
         self._report.print(
             f"ceilings now: {bandwidth / 1e9:.1f} GB/s read, {flops / 1e9:,.0f} GFLOP/s BF16"
+        )
+        (prompt_len, _), (output_len, _) = (
+            self._sizes.streams[0].prompt_len,
+            self._sizes.streams[0].output_len,
+        )
+        self._report.print(
+            "names: P/N is P prompt tokens, N new tokens per request; latency P/N: one request; "
+            f"ttft P; throughput R x P/N: R requests; streams R: R x {prompt_len}/{output_len}"
+        )
+        self._report.print(
+            "ceiling of decode: read bandwidth in the same rounds / bytes of weights per token"
         )
         self._report.print()
 

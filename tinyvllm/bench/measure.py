@@ -102,6 +102,7 @@ def compare(
     """
     rows: dict[tuple[str, str, bool], Row] = {}
     last: list[list[Run]] = []
+    limits: list[float] = []  # tokens per second that the round's read bandwidth allows
     for engine in engines:
         engine.run(workload.draw(-1, vocab_size), workload.temperature)
     for round_idx in range(rounds):
@@ -122,15 +123,15 @@ def compare(
             results.append(metrics(runs, cpu_seconds))
             last.append(runs)
         if ceilings:
-            bandwidth = max(bandwidth, ceilings.read_bandwidth())
+            limits.append(max(bandwidth, ceilings.read_bandwidth()) / bytes_read)
         for engine, result in zip(engines, results, strict=True):
             for key, value in result.items():
                 row = rows.setdefault(key, Row(workload.name, *key, values={}))
                 row.values.setdefault(engine.name, []).append(value)
                 if ceilings and key == ("decode", "tok/s", True):
                     row.shares = row.shares or {}
-                    share = value * bytes_read / bandwidth
-                    row.shares.setdefault(engine.name, []).append(share)
+                    row.shares.setdefault(engine.name, []).append(value / limits[-1])
+                    row.ceilings = limits
     return list(rows.values()), last
 
 

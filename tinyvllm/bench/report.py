@@ -53,6 +53,8 @@ class Row:
     values: dict[str, list[float]]
     shares: dict[str, list[float]] | None = None
     """Share of the measured ceiling, per round, where the metric has one."""
+    ceilings: list[float] | None = None
+    """That ceiling, per round, in `unit`."""
 
     def ratio(self, other: str) -> float | None:
         """How many times better SUBJECT is than `other`: the median over rounds, paired."""
@@ -77,6 +79,8 @@ class Row:
             }
             if self.shares and engine in self.shares:
                 record["share_of_ceiling"] = statistics.median(self.shares[engine])
+            if self.ceilings:
+                record["ceiling"] = statistics.median(self.ceilings)
             if engine == SUBJECT:
                 ratios = {other: self.ratio(other) for other in self.values if other != SUBJECT}
                 record["times_better_than"] = ratios
@@ -125,13 +129,14 @@ class Report:
 
 
 def result_table(rows: Sequence[Row]) -> str:
-    """Medians per engine, how many times better we are, and the share of the ceiling."""
+    """Medians per engine, how many times better we are, the ceiling and the share of it."""
     engines = list(dict.fromkeys(engine for row in rows for engine in row.values))
     others = [engine for engine in engines if engine != SUBJECT]
     has_share = any(row.shares for row in rows)
     header = ["workload", "metric", *engines]
     header += [f"vs {other}" for other in others if SUBJECT in engines]
-    header += [f"{engine}: of ceiling" for engine in engines if has_share]
+    if has_share:
+        header += ["ceiling", *(f"{engine}: of ceiling" for engine in engines)]
     lines = []
     for row in rows:
         cells = [row.workload, f"{row.metric} ({row.unit})"]
@@ -144,6 +149,7 @@ def result_table(rows: Sequence[Row]) -> str:
             cells += ["-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
         if has_share:
             shares = row.shares or {}
+            cells.append(number(statistics.median(row.ceilings)) if row.ceilings else "-")
             cells += [
                 f"{statistics.median(shares[engine]):.0%}" if engine in shares else "-"
                 for engine in engines
