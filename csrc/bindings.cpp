@@ -216,8 +216,7 @@ class OpCall {
                           got);
   }
 
-  // cpu() runs on CPU tensors (or is recorded), cuda(stream) on CUDA tensors. cuda may be nullptr:
-  // an op without a CUDA kernel.
+  // cpu() runs on CPU tensors (or is recorded), cuda(stream) on CUDA tensors.
   template <typename Cpu, typename Cuda>
   void run(Cpu cpu, Cuda cuda);
 
@@ -429,23 +428,18 @@ void OpCall::run(Cpu cpu, [[maybe_unused]] Cuda cuda) {
     throw py::value_error(std::string(op_) +
                           ": a CPU graph cannot record CUDA tensors: use torch.cuda.graph");
   }
-  if constexpr (std::is_same_v<Cuda, std::nullptr_t>) {
-    throw py::value_error(std::string(op_) +
-                          ": has no CUDA kernel yet: use ops=\"reference\" or CPU tensors");
-  } else {
 #ifdef TINYVLLM_WITH_CUDA
-    void* stream = nullptr;
-    if (g_exchange->current_work_stream(kDLCUDA, device_id_, &stream) != 0) {
-      throw py::error_already_set();
-    }
-    const GilReleased released;
-    const cuda::DeviceGuard guard(device_id_);
-    cuda(static_cast<cuda::Stream>(stream));
-#else
-    throw py::value_error(std::string(op_) + ": got CUDA tensors, but this tinyvllm was built " +
-                          "without CUDA: reinstall it with nvcc on PATH");
-#endif
+  void* stream = nullptr;
+  if (g_exchange->current_work_stream(kDLCUDA, device_id_, &stream) != 0) {
+    throw py::error_already_set();
   }
+  const GilReleased released;
+  const cuda::DeviceGuard guard(device_id_);
+  cuda(static_cast<cuda::Stream>(stream));
+#else
+  throw py::value_error(std::string(op_) + ": got CUDA tensors, but this tinyvllm was built " +
+                        "without CUDA: reinstall it with nvcc on PATH");
+#endif
 }
 
 #ifdef TINYVLLM_WITH_CUDA

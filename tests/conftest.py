@@ -50,7 +50,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def process_wide_descriptors() -> None:
-    """Opened once per process and never closed: libuv's signal pipe."""
+    """Opened once per process and never closed: libuv's signal pipe, CUDA's context."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
     try:
         import uvloop
     except ImportError:

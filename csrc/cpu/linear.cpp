@@ -73,6 +73,17 @@ TINYVLLM_INLINE void store_block(const LinearParams& p, int64_t token, int64_t b
   }
 }
 
+// Fetches the same line of `count` blocks at each step.
+struct FetchBlocks {
+  const uint32_t* blocks;
+  int64_t block_words;
+  int count;
+
+  TINYVLLM_INLINE void operator()(int64_t k) const {
+    for (int b = 0; b < count; ++b) prefetch_l2(blocks + b * block_words + k * kLineWords);
+  }
+};
+
 template <int kBlocks, int kRows>
 void linear_tile(const LinearParams& p, int64_t token, int64_t block, const uint32_t* ahead,
                  int ahead_blocks) {
@@ -85,14 +96,16 @@ void linear_tile(const LinearParams& p, int64_t token, int64_t block, const uint
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) acc[r][b] = zero16();
   }
-  dot_tile<kBlocks, kRows>(acc, w, block_words, x, p.x_stride, p.k / 2, ahead, ahead_blocks);
+  dot_tile<kBlocks, kRows>(acc, w, block_words, x, p.x_stride, p.k / 2,
+                           FetchBlocks{ahead, block_words, ahead_blocks});
   if (p.k % 2 != 0) {
     bf16_t last[kRows][2];
     for (int r = 0; r < kRows; ++r) {
       last[r][0] = x[r * p.x_stride + p.k - 1];
       last[r][1] = 0;
     }
-    dot_tile<kBlocks, kRows>(acc, w + p.k / 2 * kLineWords, block_words, last[0], 2, 1);
+    dot_tile<kBlocks, kRows>(acc, w + p.k / 2 * kLineWords, block_words, last[0], 2, 1,
+                             FetchBlocks{});
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {

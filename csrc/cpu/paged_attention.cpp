@@ -45,54 +45,84 @@ struct Workspace {
   float* lane_sums;  // [rows, 16]
 };
 
-// Calls f(i, row of K, row of V) for the keys base + i in [lo, hi).
-template <typename F>
-TINYVLLM_INLINE void for_each_key(const AttentionParams& a, int64_t seq, int64_t kv_head,
-                                  int64_t base, int64_t lo, int64_t hi, F f) {
-  const int32_t* table = a.block_tables + seq * a.table_stride + lo / a.block_size;
+// Where the keys of a tile lie, for the item's first kv head: k[i], v[i] for i in [first, past).
+struct TileRows {
+  const bf16_t* k[kTileKeys];
+  const bf16_t* v[kTileKeys];
+  int64_t first, past;
+};
+
+// The keys [lo, hi) of the tile that starts at `base`.
+void find_rows(const AttentionParams& a, const AttentionItem& item, int64_t base, int64_t lo,
+               int64_t hi, TileRows& rows) {
+  rows.first = lo - base;
+  rows.past = hi - base;
+  const int32_t* table = a.block_tables + item.seq * a.table_stride + lo / a.block_size;
   int64_t offset = lo % a.block_size;
-  for (int64_t key = lo; key < hi; ++table, offset = 0) {
+  for (int64_t i = rows.first; i < rows.past; ++table, offset = 0) {
     const int64_t block = *table;
-    const bf16_t* k =
-        a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] + kv_head * a.k_strides[2];
-    const bf16_t* v =
-        a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] + kv_head * a.v_strides[2];
-    const int64_t past = std::min(hi, key + a.block_size - offset);
-    for (; key < past; ++key, k += a.k_strides[1], v += a.v_strides[1]) f(key - base, k, v);
+    const bf16_t* k = a.k_cache + block * a.k_strides[0] + offset * a.k_strides[1] +
+                      item.kv_head * a.k_strides[2];
+    const bf16_t* v = a.v_cache + block * a.v_strides[0] + offset * a.v_strides[1] +
+                      item.kv_head * a.v_strides[2];
+    const int64_t past = std::min(rows.past, i + a.block_size - offset);
+    for (; i < past; ++i, k += a.k_strides[1], v += a.v_strides[1]) {
+      rows.k[i] = k;
+      rows.v[i] = v;
+    }
   }
 }
 
-// Asks for keys that will be packed in the next tile, for all kv heads of the item, whose rows lie
-// side by side. A block's neighbour is anywhere, so the processor does not see the stream by
-// itself.
-void prefetch_keys(const AttentionParams& a, const AttentionItem& item, int64_t lo, int64_t hi) {
-  const int64_t row = item.kv_heads * a.head_dim;
-  for_each_key(a, item.seq, item.kv_head, lo, lo, hi,
-               [&](int64_t, const bf16_t* k, const bf16_t* v) {
-                 for (int64_t d = 0; d < row; d += 32) prefetch_l2(k + d);
-                 for (int64_t d = 0; d < row; d += 32) prefetch_l2(v + d);
-               });
-}
+// Fetches the rows of the next tile, four cache lines a step. Keys lie all over the cache, so the
+// processor sees no stream; and asking for a whole tile at once would stall until it is there.
+struct FetchRows {
+  static constexpr int64_t kLinesPerStep = 4;
+  static constexpr int64_t kLineHalves = 32;
 
-// The keys [lo, hi) of the tile that starts at `base`; the rest become zeros and are not read.
-void pack_tile(const AttentionParams& a, int64_t seq, int64_t kv_head, int64_t base, int64_t lo,
-               int64_t hi, int64_t key_blocks, const Workspace& w) {
+  const bf16_t* const* rows = nullptr;
+  int64_t head_offset = 0;
+  int line_shift = 0;               // 2^line_shift lines in a row
+  int64_t line = 0, num_lines = 0;  // the next one of how many
+
+  FetchRows() = default;
+  FetchRows(const bf16_t* const* rows, int64_t num_rows, int64_t head_offset, int64_t head_dim)
+      : rows(rows), head_offset(head_offset) {
+    while ((kLineHalves << line_shift) * 2 <= head_dim) ++line_shift;
+    num_lines = (num_rows << line_shift) / kLinesPerStep * kLinesPerStep;
+  }
+
+  TINYVLLM_INLINE void operator()(int64_t step) const {
+    const int64_t begin = line + step * kLinesPerStep;
+    if (begin >= num_lines) return;
+#pragma GCC unroll 4
+    for (int64_t i = begin; i < begin + kLinesPerStep; ++i) {
+      const int64_t in_row = i & ((int64_t{1} << line_shift) - 1);
+      prefetch_l2(rows[i >> line_shift] + head_offset + in_row * kLineHalves);
+    }
+  }
+  void advance(int64_t steps) { line += steps * kLinesPerStep; }
+};
+
+// Packs a tile's keys and values of kv head item.kv_head + head. What is not in `rows` becomes
+// zeros and is not read.
+void pack_tile(const AttentionParams& a, const TileRows& rows, int64_t head, int64_t key_blocks,
+               const Workspace& w) {
   alignas(64) static constexpr bf16_t kZeros[kMaxHeadDim] = {};
-  const bf16_t* k_rows[kTileKeys];
-  const bf16_t* v_rows[kTileKeys];
-  for (int64_t i = 0; i < key_blocks * kLineRows; ++i) k_rows[i] = v_rows[i] = kZeros;
-  for_each_key(a, seq, kv_head, base, lo, hi, [&](int64_t i, const bf16_t* k, const bf16_t* v) {
-    k_rows[i] = k;
-    v_rows[i] = v;
-  });
   const int64_t head_dim = a.head_dim;
+  const int64_t k_head = head * a.k_strides[2], v_head = head * a.v_strides[2];
   for (int64_t b = 0; b < key_blocks; ++b) {
-    pack_lines(w.k + b * (head_dim / 2) * kLineWords, k_rows + b * kLineRows, head_dim / 2);
+    const bf16_t* lines[kLineRows];
+    for (int64_t i = 0; i < kLineRows; ++i) {
+      const int64_t key = b * kLineRows + i;
+      lines[i] = key >= rows.first && key < rows.past ? rows.k[key] + k_head : kZeros;
+    }
+    pack_lines(w.k + b * (head_dim / 2) * kLineWords, lines, head_dim / 2);
   }
-  for (int64_t pair = 0; pair < key_blocks * kLineRows / 2; ++pair) {
-    const bf16_t* even = v_rows[2 * pair];
-    const bf16_t* odd = v_rows[2 * pair + 1];
-    uint32_t* lines = w.v + pair * kLineWords;
+  for (int64_t key = 0; key < key_blocks * kLineRows; key += 2) {
+    const bf16_t* even = key >= rows.first && key < rows.past ? rows.v[key] + v_head : kZeros;
+    const bf16_t* odd =
+        key + 1 >= rows.first && key + 1 < rows.past ? rows.v[key + 1] + v_head : kZeros;
+    uint32_t* lines = w.v + key / 2 * kLineWords;
     for (int64_t d = 0; d < head_dim; d += kLineRows) {
       interleave16(lines + d * (kTileKeys / 2), even + d, odd + d);
     }
@@ -102,7 +132,7 @@ void pack_tile(const AttentionParams& a, int64_t seq, int64_t kv_head, int64_t b
 // scores[r][16 * b + i] = q[r] . K[16 * b + i] for kBlocks blocks of 16 keys from block b.
 template <int kBlocks, int kRows>
 TINYVLLM_INLINE void score_blocks(const AttentionParams& a, const Workspace& w, int64_t row,
-                                  int64_t b) {
+                                  int64_t b, const FetchRows& ahead) {
   const int64_t k_words = a.head_dim / 2 * kLineWords;
   F16 acc[kRows][kBlocks];
 #pragma GCC unroll 8
@@ -111,7 +141,7 @@ TINYVLLM_INLINE void score_blocks(const AttentionParams& a, const Workspace& w, 
     for (int i = 0; i < kBlocks; ++i) acc[r][i] = zero16();
   }
   dot_tile<kBlocks, kRows>(acc, w.k + b * k_words, k_words, w.q + row * a.head_dim, a.head_dim,
-                           a.head_dim / 2);
+                           a.head_dim / 2, ahead);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -124,7 +154,8 @@ TINYVLLM_INLINE void score_blocks(const AttentionParams& a, const Workspace& w, 
 // out[r] = out[r] * shrink[r] + p[r] x V for kBlocks blocks of 16 dims from d.
 template <int kBlocks, int kRows>
 TINYVLLM_INLINE void add_values(const AttentionParams& a, const Workspace& w, float* out,
-                                const float* shrink, int64_t d, int64_t pairs) {
+                                const float* shrink, int64_t d, int64_t pairs,
+                                const FetchRows& ahead) {
   const int64_t v_words = kTileKeys / 2 * kLineWords;
   F16 acc[kRows][kBlocks];
 #pragma GCC unroll 8
@@ -134,7 +165,8 @@ TINYVLLM_INLINE void add_values(const AttentionParams& a, const Workspace& w, fl
       acc[r][i] = mul(load16(out + r * a.head_dim + d + i * kLineRows), set16(shrink[r]));
     }
   }
-  dot_tile<kBlocks, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs);
+  dot_tile<kBlocks, kRows>(acc, w.v + d / kLineRows * v_words, v_words, w.p, kTileKeys, pairs,
+                           ahead);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -181,12 +213,13 @@ TINYVLLM_INLINE F16 softmax_row(const AttentionParams& a, const Workspace& w, in
 template <int kRows, int kKeyBlocks>
 TINYVLLM_INLINE void attend_tile(const AttentionParams& a, const AttentionItem& item,
                                  const Workspace& w, const RowState& state, int64_t row,
-                                 int64_t base) {
+                                 int64_t base, FetchRows next_k, FetchRows next_v) {
   // With few rows, more blocks at a time keep enough independent chains going.
   constexpr int kBlocks = kRows <= 4 ? 4 : 2;
   constexpr int kScoreBlocks = std::min(kBlocks, kKeyBlocks);
   for (int64_t b = 0; b < kKeyBlocks; b += kScoreBlocks) {
-    score_blocks<kScoreBlocks, kRows>(a, w, row, b);
+    score_blocks<kScoreBlocks, kRows>(a, w, row, b, next_k);
+    next_k.advance(a.head_dim / 2);
   }
   alignas(64) float shrink[kLineRows] = {};
   F16 sums[kRows];
@@ -205,23 +238,29 @@ TINYVLLM_INLINE void attend_tile(const AttentionParams& a, const AttentionItem& 
   constexpr int64_t kPairs = kKeyBlocks * kLineRows / 2;
   int64_t d = 0;
   for (; d + kBlocks * kLineRows <= a.head_dim; d += kBlocks * kLineRows) {
-    add_values<kBlocks, kRows>(a, w, out, shrink, d, kPairs);
+    add_values<kBlocks, kRows>(a, w, out, shrink, d, kPairs, next_v);
+    next_v.advance(kPairs);
   }
-  for (; d < a.head_dim; d += kLineRows) add_values<1, kRows>(a, w, out, shrink, d, kPairs);
+  for (; d < a.head_dim; d += kLineRows) {
+    add_values<1, kRows>(a, w, out, shrink, d, kPairs, next_v);
+    next_v.advance(kPairs);
+  }
 }
 
 template <int kRows>
 void attend_rows(const AttentionParams& a, const AttentionItem& item, const Workspace& w,
-                 const RowState& state, int64_t row, int64_t base, int64_t key_blocks) {
+                 const RowState& state, int64_t row, int64_t base, int64_t key_blocks,
+                 const FetchRows& next_k, const FetchRows& next_v) {
   if (key_blocks == 2) {
-    attend_tile<kRows, 2>(a, item, w, state, row, base);
+    attend_tile<kRows, 2>(a, item, w, state, row, base, next_k, next_v);
   } else {
-    attend_tile<kRows, 4>(a, item, w, state, row, base);
+    attend_tile<kRows, 4>(a, item, w, state, row, base, next_k, next_v);
   }
 }
 
 using AttendFunction = void (*)(const AttentionParams&, const AttentionItem&, const Workspace&,
-                                const RowState&, int64_t, int64_t, int64_t);
+                                const RowState&, int64_t, int64_t, int64_t, const FetchRows&,
+                                const FetchRows&);
 constexpr AttendFunction kAttendRows[kRowTile + 1] = {
     nullptr,        attend_rows<1>, attend_rows<2>, attend_rows<3>, attend_rows<4>,
     attend_rows<5>, attend_rows<6>, attend_rows<7>, attend_rows<8>,
@@ -248,15 +287,19 @@ void attend_split(const AttentionParams& a, const AttentionItem& item, int64_t s
     const int64_t past_token =
         a.window > 0 ? std::min(item.tokens, base + kTileKeys - 1 + a.window - item.position)
                      : item.tokens;
+    TileRows tile, next;
+    find_rows(a, item, base, lo, hi, tile);
+    find_rows(a, item, hi, hi, std::min(hi + kTileKeys, past), next);
     for (int64_t head = 0; head < item.kv_heads; ++head) {
-      const int64_t kv_head = item.kv_head + head;
-      prefetch_keys(a, item, std::min(hi + kTileKeys * head / item.kv_heads, past),
-                    std::min(hi + kTileKeys * (head + 1) / item.kv_heads, past));
-      pack_tile(a, item.seq, kv_head, base, lo, hi, key_blocks, w);
+      pack_tile(a, tile, head, key_blocks, w);
+      // The first rows fetch the head's next tile.
+      FetchRows next_k(next.k, next.past, head * a.k_strides[2], a.head_dim);
+      FetchRows next_v(next.v, next.past, head * a.v_strides[2], a.head_dim);
       const int64_t past_row = head * head_rows + past_token * a.group;
       for (int64_t row = head * head_rows + first_token * a.group; row < past_row;) {
         const int64_t n = std::min<int64_t>(kRowTile, past_row - row);
-        kAttendRows[n](a, item, w, state, row, base, key_blocks);
+        kAttendRows[n](a, item, w, state, row, base, key_blocks, next_k, next_v);
+        next_k = next_v = FetchRows();
         row += n;
       }
     }

@@ -399,16 +399,13 @@ TINYVLLM_INLINE uint32_t load_pair(const bf16_t* p) {
 // acc[r][b][i] += sum over k < 2 * pairs of w[b][i][k] * x[r][k]: kRows rows of x against kBlocks
 // packed blocks, one chain of additions for each output, k ascending. That order is the promise
 // which makes a row's result independent of the tile it is computed in. `w` is the first block,
-// the next one starts `block_words` later. Meanwhile `ahead_blocks` blocks of the same size at
-// `ahead` are brought into the second-level cache.
-template <int kBlocks, int kRows>
+// the next one starts `block_words` later. ahead(step) is called before each of the `pairs` steps,
+// to prefetch what comes next at the pace of the computation.
+template <int kBlocks, int kRows, typename Ahead>
 TINYVLLM_INLINE void dot_tile(F16 (&acc)[kRows][kBlocks], const uint32_t* w, int64_t block_words,
-                              const bf16_t* x, int64_t row_stride, int64_t pairs,
-                              const uint32_t* ahead = nullptr, int ahead_blocks = 0) {
+                              const bf16_t* x, int64_t row_stride, int64_t pairs, Ahead ahead) {
   for (int64_t k = 0; k < pairs; ++k) {
-    for (int b = 0; b < ahead_blocks; ++b) {
-      prefetch_l2(ahead + b * block_words + k * kLineWords);
-    }
+    ahead(k);
     Line lines[kBlocks];
 #pragma GCC unroll 8
     for (int b = 0; b < kBlocks; ++b) lines[b] = load_line(w + b * block_words + k * kLineWords);

@@ -31,12 +31,6 @@ pytestmark = [
 HEADS = [(9, 3), (4, 1), (3, 3), (8, 1), (32, 8), (16, 1), (20, 1)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cuda_has_started() -> None:
-    """CUDA keeps the file descriptors that it opens at its first use; no test is to be blamed."""
-    torch.zeros(1, device="cuda")
-
-
 def random_rows(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 

@@ -40,12 +40,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def context() -> None:
-    """Opens the CUDA context before any test: what it holds stays for the life of the process."""
-    torch.zeros(1, device=DEVICE)
-
-
 def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return random_bf16(*shape, seed=seed, scale=scale).to(DEVICE)
 

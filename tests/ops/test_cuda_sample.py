@@ -48,12 +48,6 @@ FILTERS: list[tuple[float, int, float, float]] = [
 BORDER = 2e-6
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cuda_has_started() -> None:
-    """CUDA keeps the file descriptors that it opens at its first use; no test is to be blamed."""
-    torch.zeros(1, device="cuda")
-
-
 def sample(logits: torch.Tensor, rows: list[tuple[Any, ...]]) -> list[int]:
     """One row of (temperature, top_k, top_p, min_p, seed, step_idx) for each row of logits."""
     dtypes = [torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int32]

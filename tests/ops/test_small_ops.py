@@ -1,4 +1,4 @@
-"""embedding, norms, rotary, silu, gather: against the reference, and the same bits in any batch."""
+"""Small ops against the reference, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,43 @@ WIDTHS = [1, 15, 16, 17, 64, 576, 1000]
 
 def int32(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("num_seqs", [0, 1, 5, 200])
+def test_advance_decode(num_seqs: int, block_size: int) -> None:
+    tables = torch.randperm(num_seqs * 6, dtype=torch.int32).reshape(num_seqs, 6)
+    positions = torch.randint(-1, 6 * block_size - 1, (num_seqs,), dtype=torch.int32)
+    drawn = torch.randint(0, 1000, (num_seqs,), dtype=torch.int32)
+    states = []
+    for ops in (native, reference):
+        # A view of a wider table: rows are strided.
+        wide = torch.full((num_seqs, 9), 2**30, dtype=torch.int32)
+        wide[:, :6] = tables
+        state = [torch.full_like(drawn, -9) for _ in range(5)]
+        ids, pos, lens, step, slots = state
+        pos.copy_(positions)
+        lens.copy_(positions + 1)
+        step.copy_(positions + 3)
+        ops.advance_decode(ids, pos, lens, step, slots, drawn, wide[:, :6], block_size)
+        states.append(state)
+    ids, pos, lens, step, slots = states[0]
+    assert torch.equal(ids, drawn) and torch.equal(pos, positions + 1)
+    assert torch.equal(lens, positions + 2) and torch.equal(step, positions + 4)
+    for s in range(num_seqs):
+        position = int(pos[s])
+        block = int(tables[s, position // block_size])
+        assert slots[s] == block * block_size + position % block_size
+    assert all(map(torch.equal, *states))
+
+
+def test_advance_decode_refuses_a_position_outside_of_the_table() -> None:
+    rows = [int32([0]) for _ in range(5)]
+    rows[1] = int32([31])
+    with pytest.raises(
+        IndexError, match=r"advance_decode: positions\[0\]: expected -1 <= index < 31"
+    ):
+        native.advance_decode(*rows, int32([1]), int32([[4, 5]]), 16)
 
 
 @pytest.mark.parametrize("hidden_size", WIDTHS)
