@@ -7,7 +7,9 @@ vectorized function may treat the elements of a last, partial vector otherwise. 
 multiplies fixed blocks of 16 tokens, `silu_and_mul` goes row by row, and attention takes one query
 at a time, in shapes that depend on its position alone. tests/ops/test_reference.py checks it.
 
-Shapes are documented in csrc/ops.h. Unlike the kernels, it allocates and records no graphs.
+Shapes are documented in csrc/ops.h. Unlike the kernels, it allocates and records no graphs. Its
+many small torch calls gain little from threads, and lose a time slice to each whenever the
+processor is busy with something else: torch.set_num_threads(1) is then many times faster.
 """
 
 from __future__ import annotations
