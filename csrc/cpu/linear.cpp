@@ -240,7 +240,7 @@ void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tens
   };
   if (p.t == 0 || p.n == 0) return;
   const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
-  const int64_t block_bytes = (p.k + 1) / 2 * kLineWords * 4;
+  const int64_t block_bytes = std::max<int64_t>(1, (p.k + 1) / 2 * kLineWords * 4);
   const int64_t ranges = kRangesPerThread * num_threads();
   if (p.t <= kLinearTileTokens) {
     const auto kernel = TINYVLLM_DISPATCH(linear_few_tokens);

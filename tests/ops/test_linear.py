@@ -114,3 +114,14 @@ def test_infinities_and_nan_stay_in_their_row() -> None:
     assert not dirty[6].isfinite().any()
     others = [t for t in range(9) if t not in (4, 6)]
     assert_bitwise_equal(dirty[others], clean[others])
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.usefixtures("isa")
+def test_no_inputs_give_the_bias(tokens: int) -> None:
+    bias = random_bf16(40, seed=1)
+    for packed_bias, expected in ((bias, bias), (None, torch.zeros_like(bias))):
+        out = torch.full((tokens, 40), NAN, dtype=BF16)
+        x, packed = torch.empty(tokens, 0, dtype=BF16), torch.empty(3, 0, 16, 2, dtype=BF16)
+        native.linear(out, x, packed, packed_bias)
+        assert_bitwise_equal(out, expected.expand(tokens, 40))
