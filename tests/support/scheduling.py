@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from tinyvllm.block_manager import BlockManager
 from tinyvllm.sampling_params import SamplingParams
@@ -24,10 +25,13 @@ EOS = 0
 VOCAB = 40
 
 
-def digests(token_ids: list[int], root: object = None) -> list[int]:
-    """The KV of each token. `root` stands for what else a prefix depends on (its salt)."""
+def digests(token_ids: list[int], root: bytes = b"") -> list[int]:
+    """The KV of each token. `root` stands for what else a prefix depends on (its salt).
+
+    The same in every process: hash() is, of tuples of integers, but not of None or bytes.
+    """
     values = []
-    value = hash(root)
+    value = crc32(root)
     for token_id in token_ids:
         value = hash((value, token_id))
         values.append(value)
