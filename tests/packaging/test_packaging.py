@@ -123,3 +123,25 @@ def test_cuda_option_errors(value: str, message: str, tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler")
+def test_configuring_again_keeps_the_architectures(tmp_path: Path) -> None:
+    """The compiler's own default, which these kernels do not run on, must not come back."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDAARCHS"}
+    pybind11_dir = subprocess.check_output(
+        [sys.executable, "-m", "pybind11", "--cmakedir"], text=True
+    ).strip()
+    command = [
+        *("cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build"), "-G", "Ninja"),
+        *("-DTINYVLLM_CUDA=ON", f"-Dpybind11_DIR={pybind11_dir}"),
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    for arch in (None, None, "90a-real"):
+        variables = environment if arch is None else environment | {"CUDAARCHS": arch}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        flags = (tmp_path / "build" / "compile_commands.json").read_text(encoding="utf-8")
+        assert "sm_90a" in flags and "sm_75" not in flags
+        assert ("sm_80" in flags) == (arch is None)
