@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <initializer_list>
 #include <optional>
@@ -16,6 +17,7 @@
 
 #include "cpu/graph.h"
 #include "cpu/isa.h"
+#include "cpu/stream.h"
 #include "cpu/thread_pool.h"
 #include "dlpack.h"
 #include "ops.h"
@@ -384,6 +386,12 @@ class GraphRecorder {
     graph_.replay();
   }
 
+  // The graph, for a launch that keeps this recorder alive.
+  const cpu::Graph* ready_graph() const {
+    check_ready();
+    return &graph_;
+  }
+
   std::vector<std::pair<std::string, double>> replay_timed() const {
     check_ready();
     std::vector<cpu::Graph::OpTime> times;
@@ -411,6 +419,41 @@ class GraphRecorder {
   cpu::Graph graph_;
   std::vector<py::object> tensors_;
   State state_ = State::kNew;
+};
+
+// `_C.Launch`: a cpu::Launch, and the Python objects whose memory it uses.
+class GraphLaunch {
+ public:
+  GraphLaunch(std::shared_ptr<cpu::Launch> launch, py::object graph, py::object tensor)
+      : launch_(std::move(launch)), graph_(std::move(graph)), tensor_(std::move(tensor)) {}
+
+  // What a launch uses must outlive it, whoever drops it. (A forked child has no such thread.)
+  ~GraphLaunch() {
+    if (getpid() != pid_) return;
+    launch_->cancel();
+    try {
+      wait();
+    } catch (...) {  // it was dropped: nobody asks what became of it
+    }
+  }
+
+  std::vector<int32_t> result() {
+    wait();
+    return launch_->result();
+  }
+  void cancel() { launch_->cancel(); }
+  double seconds() const { return launch_->seconds(); }
+  double idle_seconds() const { return launch_->idle_seconds(); }
+
+ private:
+  void wait() {
+    const GilReleased released;
+    launch_->wait();
+  }
+
+  std::shared_ptr<cpu::Launch> launch_;
+  py::object graph_, tensor_;
+  const pid_t pid_ = getpid();
 };
 
 template <typename Cpu, typename Cuda>
@@ -493,17 +536,6 @@ void rms_norm(TensorArg out, TensorArg x, TensorArg weight, float eps) {
          TINYVLLM_CUDA_CALL(cuda::rms_norm(o, i, w, eps, stream)));
 }
 
-void add_rms_norm(TensorArg out, TensorArg residual, TensorArg x, TensorArg weight, float eps) {
-  OpCall op("add_rms_norm");
-  Dim T("T"), H("H");
-  const Tensor o = op.tensor("out", out, {kBf16}, {&T, &H}, Layout::kRows);
-  const Tensor r = op.tensor("residual", residual, {kBf16}, {&T, &H}, Layout::kRows);
-  const Tensor i = op.tensor("x", x, {kBf16}, {&T, &H}, Layout::kRows);
-  const Tensor w = op.tensor("weight", weight, {kBf16}, {&H}, Layout::kContiguous);
-  op.run([=] { cpu::add_rms_norm(o, r, i, w, eps); },
-         TINYVLLM_CUDA_CALL(cuda::add_rms_norm(o, r, i, w, eps, stream)));
-}
-
 void rotary_embedding_store_kv(TensorArg q, TensorArg k, TensorArg v, TensorArg k_cache,
                                TensorArg v_cache, TensorArg cos_sin, TensorArg positions,
                                TensorArg slot_mapping) {
@@ -550,34 +582,34 @@ void paged_attention(TensorArg out, TensorArg q, TensorArg k_cache, TensorArg v_
                                                   sliding_window, stream)));
 }
 
-void silu_and_mul(TensorArg out, TensorArg gate_up) {
-  OpCall op("silu_and_mul");
-  Dim T("T"), I("I"), I2("2I");
-  const Tensor o = op.tensor("out", out, {kBf16}, {&T, &I}, Layout::kRows);
-  I2.size = 2 * I.size;
-  I2.bound_by = "out";
-  const Tensor g = op.tensor("gate_up", gate_up, {kBf16}, {&T, &I2}, Layout::kRows);
-  op.run([=] { cpu::silu_and_mul(o, g); }, TINYVLLM_CUDA_CALL(cuda::silu_and_mul(o, g, stream)));
+// A packed weight of `strips` strips of 16 rows: pieces of 2 inputs on a CPU, of 32 on a GPU.
+Tensor packed_tensor(OpCall& op, const char* name, TensorArg arg, int64_t strips, int64_t k,
+                     DeviceType device) {
+  const int64_t width = device == DeviceType::kCpu ? 2 : 32;
+  Dim n_strips(strips), pieces((k + width - 1) / width), rows(16), inputs(width);
+  return op.tensor(name, arg, {kBf16}, {&n_strips, &pieces, &rows, &inputs}, Layout::kContiguous);
 }
-
-// The dimensions of a packed weight: 16 rows by 2 inputs on a CPU, by 32 on a GPU.
-struct PackedDims {
-  Dim strips, groups, rows = 16, inputs;
-
-  PackedDims(int64_t n, int64_t k, int64_t width)
-      : strips((n + 15) / 16), groups((k + width - 1) / width), inputs(width) {}
-  PackedDims(int64_t n, int64_t k, DeviceType device)
-      : PackedDims(n, k, int64_t{device == DeviceType::kCpu ? 2 : 32}) {}
-  Shape shape() { return {&strips, &groups, &rows, &inputs}; }
-};
 
 void pack_linear(TensorArg packed, TensorArg weight) {
   OpCall op("pack_linear");
   Dim N("N"), K("K");
   const Tensor w = op.tensor("weight", weight, {kBf16}, {&N, &K}, Layout::kRows);
-  PackedDims d(N.size, K.size, w.device);
-  const Tensor p = op.tensor("packed", packed, {kBf16}, d.shape(), Layout::kContiguous);
+  const Tensor p = packed_tensor(op, "packed", packed, (N.size + 15) / 16, K.size, w.device);
   op.run([=] { cpu::pack_linear(p, w); }, TINYVLLM_CUDA_CALL(cuda::pack_linear(p, w, stream)));
+}
+
+void pack_gated_linear(TensorArg packed, TensorArg weight) {
+  OpCall op("pack_gated_linear");
+  Dim I2("2I"), K("K");
+  const Tensor w = op.tensor("weight", weight, {kBf16}, {&I2, &K}, Layout::kRows);
+  if (I2.size % 2 != 0) op.fail("weight", "an even number of rows", std::to_string(I2.size));
+  const Tensor p = packed_tensor(op, "packed", packed, (I2.size / 2 + 7) / 8, K.size, w.device);
+  op.run([=] { cpu::pack_gated_linear(p, w); },
+         TINYVLLM_CUDA_CALL(cuda::pack_gated_linear(p, w, stream)));
+}
+
+const Tensor* pointer_to(const std::optional<Tensor>& tensor) {
+  return tensor ? &*tensor : nullptr;
 }
 
 void linear(TensorArg out, TensorArg x, TensorArg packed, std::optional<TensorArg> bias) {
@@ -585,12 +617,55 @@ void linear(TensorArg out, TensorArg x, TensorArg packed, std::optional<TensorAr
   Dim T("T"), N("N"), K("K");
   const Tensor o = op.tensor("out", out, {kBf16, kF32}, {&T, &N}, Layout::kRows);
   const Tensor i = op.tensor("x", x, {kBf16}, {&T, &K}, Layout::kRows);
-  PackedDims d(N.size, K.size, o.device);
-  const Tensor w = op.tensor("packed", packed, {kBf16}, d.shape(), Layout::kContiguous);
+  const Tensor w = packed_tensor(op, "packed", packed, (N.size + 15) / 16, K.size, o.device);
   std::optional<Tensor> b;
   if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
-  op.run([=] { cpu::linear(o, i, w, b ? &*b : nullptr); },
-         TINYVLLM_CUDA_CALL(cuda::linear(o, i, w, b ? &*b : nullptr, stream)));
+  op.run([=] { cpu::linear(o, i, w, pointer_to(b)); },
+         TINYVLLM_CUDA_CALL(cuda::linear(o, i, w, pointer_to(b), stream)));
+}
+
+void linear_add(TensorArg residual, TensorArg x, TensorArg packed, std::optional<TensorArg> bias) {
+  OpCall op("linear_add");
+  Dim T("T"), N("N"), K("K");
+  const Tensor r = op.tensor("residual", residual, {kBf16}, {&T, &N}, Layout::kRows);
+  const Tensor i = op.tensor("x", x, {kBf16}, {&T, &K}, Layout::kRows);
+  const Tensor w = packed_tensor(op, "packed", packed, (N.size + 15) / 16, K.size, r.device);
+  std::optional<Tensor> b;
+  if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
+  op.run([=] { cpu::linear_add(r, i, w, pointer_to(b)); },
+         TINYVLLM_CUDA_CALL(cuda::linear_add(r, i, w, pointer_to(b), stream)));
+}
+
+void norm_linear(TensorArg out, TensorArg normed, TensorArg x, TensorArg norm_weight,
+                 TensorArg packed, std::optional<TensorArg> bias, float eps) {
+  OpCall op("norm_linear");
+  Dim T("T"), N("N"), H("H");
+  const Tensor o = op.tensor("out", out, {kBf16, kF32}, {&T, &N}, Layout::kRows);
+  const Tensor n = op.tensor("normed", normed, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor i = op.tensor("x", x, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor g = op.tensor("norm_weight", norm_weight, {kBf16}, {&H}, Layout::kContiguous);
+  const Tensor w = packed_tensor(op, "packed", packed, (N.size + 15) / 16, H.size, o.device);
+  std::optional<Tensor> b;
+  if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
+  op.run([=] { cpu::norm_linear(o, n, i, g, w, pointer_to(b), eps); },
+         TINYVLLM_CUDA_CALL(cuda::norm_linear(o, n, i, g, w, pointer_to(b), eps, stream)));
+}
+
+void norm_gated_linear(TensorArg out, TensorArg normed, TensorArg x, TensorArg norm_weight,
+                       TensorArg packed, std::optional<TensorArg> bias, float eps) {
+  OpCall op("norm_gated_linear");
+  Dim T("T"), I("I"), H("H"), I2("2I");
+  const Tensor o = op.tensor("out", out, {kBf16}, {&T, &I}, Layout::kRows);
+  const Tensor n = op.tensor("normed", normed, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor i = op.tensor("x", x, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor g = op.tensor("norm_weight", norm_weight, {kBf16}, {&H}, Layout::kContiguous);
+  const Tensor w = packed_tensor(op, "packed", packed, (I.size + 7) / 8, H.size, o.device);
+  I2.size = 2 * I.size;
+  I2.bound_by = "out";
+  std::optional<Tensor> b;
+  if (bias) b = op.tensor("bias", *bias, {kBf16}, {&I2}, Layout::kContiguous);
+  op.run([=] { cpu::norm_gated_linear(o, n, i, g, w, pointer_to(b), eps); },
+         TINYVLLM_CUDA_CALL(cuda::norm_gated_linear(o, n, i, g, w, pointer_to(b), eps, stream)));
 }
 
 void gather_rows(TensorArg out, TensorArg x, TensorArg row_idx) {
@@ -618,6 +693,54 @@ void sample(TensorArg token_ids, TensorArg logits, TensorArg temperature, Tensor
   if (V.size == 0) op.fail("logits", "at least one token in the vocabulary", "V = 0");
   op.run([=] { cpu::sample(t, l, temp, k, p, m, s, n); },
          TINYVLLM_CUDA_CALL(cuda::sample(t, l, temp, k, p, m, s, n, stream)));
+}
+
+void adjust_logits(TensorArg out, TensorArg logits, TensorArg slot_idx, TensorArg penalties,
+                   TensorArg output_counts, TensorArg prompt_mask, TensorArg bias_ids,
+                   TensorArg bias_values, TensorArg allowed_mask) {
+  OpCall op("adjust_logits");
+  Dim R("R"), V("V"), S("S"), three(3), words("ceil(V/32)"), B("B");
+  const Tensor o = op.tensor("out", out, {kF32}, {&R, &V}, Layout::kRows);
+  const Tensor l = op.tensor("logits", logits, {kF32}, {&R, &V}, Layout::kRows);
+  words.size = (V.size + 31) / 32;
+  words.bound_by = "out";
+  const Tensor s = op.tensor("slot_idx", slot_idx, {kI32}, {&R}, Layout::kContiguous);
+  const Tensor p = op.tensor("penalties", penalties, {kF32}, {&S, &three}, Layout::kContiguous);
+  const Tensor c = op.tensor("output_counts", output_counts, {kI32}, {&S, &V}, Layout::kRows);
+  const Tensor pm = op.tensor("prompt_mask", prompt_mask, {kI32}, {&S, &words}, Layout::kRows);
+  const Tensor bi = op.tensor("bias_ids", bias_ids, {kI32}, {&S, &B}, Layout::kRows);
+  const Tensor bv = op.tensor("bias_values", bias_values, {kF32}, {&S, &B}, Layout::kRows);
+  const Tensor am = op.tensor("allowed_mask", allowed_mask, {kI32}, {&S, &words}, Layout::kRows);
+  op.run([=] { cpu::adjust_logits(o, l, s, p, c, pm, bi, bv, am); },
+         TINYVLLM_CUDA_CALL(cuda::adjust_logits(o, l, s, p, c, pm, bi, bv, am, stream)));
+}
+
+void count_tokens(TensorArg output_counts, TensorArg token_ids, TensorArg slot_idx) {
+  OpCall op("count_tokens");
+  Dim R("R"), S("S"), V("V");
+  const Tensor c = op.tensor("output_counts", output_counts, {kI32}, {&S, &V}, Layout::kRows);
+  const Tensor t = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
+  const Tensor s = op.tensor("slot_idx", slot_idx, {kI32}, {&R}, Layout::kContiguous);
+  op.run([=] { cpu::count_tokens(c, t, s); },
+         TINYVLLM_CUDA_CALL(cuda::count_tokens(c, t, s, stream)));
+}
+
+void top_logprobs(TensorArg values, TensorArg ids, TensorArg drawn, TensorArg logits,
+                  TensorArg token_ids, TensorArg num_logprobs) {
+  OpCall op("top_logprobs");
+  Dim R("R"), V("V"), K("K");
+  const Tensor v = op.tensor("values", values, {kF32}, {&R, &K}, Layout::kRows);
+  const Tensor i = op.tensor("ids", ids, {kI32}, {&R, &K}, Layout::kRows);
+  const Tensor d = op.tensor("drawn", drawn, {kF32}, {&R}, Layout::kContiguous);
+  const Tensor l = op.tensor("logits", logits, {kF32}, {&R, &V}, Layout::kRows);
+  const Tensor t = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
+  const Tensor n = op.tensor("num_logprobs", num_logprobs, {kI32}, {&R}, Layout::kContiguous);
+  if (K.size > cpu::kMaxTopLogprobs) {
+    op.fail("values", "at most " + std::to_string(cpu::kMaxTopLogprobs) + " columns",
+            std::to_string(K.size));
+  }
+  op.run([=] { cpu::top_logprobs(v, i, d, l, t, n); },
+         TINYVLLM_CUDA_CALL(cuda::top_logprobs(v, i, d, l, t, n, stream)));
 }
 
 std::vector<std::string> available_isas() {
@@ -657,22 +780,33 @@ PYBIND11_MODULE(_C, m) {
         py::arg("block_tables"), py::arg("block_size"));
   m.def("embedding", &embedding, py::arg("out"), py::arg("input_ids"), py::arg("weight"));
   m.def("rms_norm", &rms_norm, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("eps"));
-  m.def("add_rms_norm", &add_rms_norm, py::arg("out"), py::arg("residual"), py::arg("x"),
-        py::arg("weight"), py::arg("eps"));
   m.def("rotary_embedding_store_kv", &rotary_embedding_store_kv, py::arg("q"), py::arg("k"),
         py::arg("v"), py::arg("k_cache"), py::arg("v_cache"), py::arg("cos_sin"),
         py::arg("positions"), py::arg("slot_mapping"));
   m.def("paged_attention", &paged_attention, py::arg("out"), py::arg("q"), py::arg("k_cache"),
         py::arg("v_cache"), py::arg("block_tables"), py::arg("cu_seqlens_q"), py::arg("seq_lens"),
         py::arg("softmax_scale"), py::arg("sliding_window"));
-  m.def("silu_and_mul", &silu_and_mul, py::arg("out"), py::arg("gate_up"));
   m.def("pack_linear", &pack_linear, py::arg("packed"), py::arg("weight"));
+  m.def("pack_gated_linear", &pack_gated_linear, py::arg("packed"), py::arg("weight"));
   m.def("linear", &linear, py::arg("out"), py::arg("x"), py::arg("packed"),
         py::arg("bias") = py::none());
+  m.def("linear_add", &linear_add, py::arg("residual"), py::arg("x"), py::arg("packed"),
+        py::arg("bias") = py::none());
+  m.def("norm_linear", &norm_linear, py::arg("out"), py::arg("normed"), py::arg("x"),
+        py::arg("norm_weight"), py::arg("packed"), py::arg("bias"), py::arg("eps"));
+  m.def("norm_gated_linear", &norm_gated_linear, py::arg("out"), py::arg("normed"), py::arg("x"),
+        py::arg("norm_weight"), py::arg("packed"), py::arg("bias"), py::arg("eps"));
   m.def("gather_rows", &gather_rows, py::arg("out"), py::arg("x"), py::arg("row_idx"));
   m.def("sample", &sample, py::arg("token_ids"), py::arg("logits"), py::arg("temperature"),
         py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("seeds"),
         py::arg("step_idx"));
+  m.def("adjust_logits", &adjust_logits, py::arg("out"), py::arg("logits"), py::arg("slot_idx"),
+        py::arg("penalties"), py::arg("output_counts"), py::arg("prompt_mask"), py::arg("bias_ids"),
+        py::arg("bias_values"), py::arg("allowed_mask"));
+  m.def("count_tokens", &count_tokens, py::arg("output_counts"), py::arg("token_ids"),
+        py::arg("slot_idx"));
+  m.def("top_logprobs", &top_logprobs, py::arg("values"), py::arg("ids"), py::arg("drawn"),
+        py::arg("logits"), py::arg("token_ids"), py::arg("num_logprobs"));
 
   py::class_<GraphRecorder>(m, "Graph",
                             "CPU ops called inside `with Graph() as graph:` are recorded, not run; "
@@ -688,6 +822,29 @@ PYBIND11_MODULE(_C, m) {
       .def("replay", &GraphRecorder::replay)
       .def("replay_timed", &GraphRecorder::replay_timed)
       .def_property_readonly("num_ops", &GraphRecorder::num_ops);
+
+  py::class_<GraphLaunch>(m, "Launch", "One run of a graph on a Stream.")
+      .def("result", &GraphLaunch::result)
+      .def("cancel", &GraphLaunch::cancel)
+      .def_property_readonly("seconds", &GraphLaunch::seconds)
+      .def_property_readonly("idle_seconds", &GraphLaunch::idle_seconds);
+
+  py::class_<cpu::Stream>(m, "Stream", "Runs graphs one after the other on a thread of its own.")
+      .def(py::init<>())
+      .def(
+          "launch",
+          [](cpu::Stream& stream, py::object graph, py::object result) {
+            OpCall op("launch");
+            Dim n("n");
+            const Tensor t =
+                op.tensor("result", TensorArg{result.ptr()}, {kI32}, {&n}, Layout::kContiguous);
+            if (t.device != DeviceType::kCpu) op.fail("result", "a tensor on cpu", device_name(t));
+            const cpu::Graph* recorded = graph.cast<GraphRecorder&>().ready_graph();
+            auto launch = stream.launch(recorded, static_cast<const int32_t*>(t.data), n.size);
+            return std::make_unique<GraphLaunch>(std::move(launch), std::move(graph),
+                                                 std::move(result));
+          },
+          py::arg("graph"), py::arg("result"));
 
   m.def("isa", [] { return cpu::isa_name(cpu::isa()); });
   m.def("available_isas", &available_isas);

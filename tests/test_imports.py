@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "chat_template": ("errors",),
     "tokenizer": ("errors", "config", "chat_template"),
     "detokenizer": ("errors", "tokenizer"),
+    "structured": ("errors", "sampling_params", "tokenizer", "detokenizer"),
     # The device column.
     "ops": ("_C", "errors"),
     "models": ("ops", "errors", "config"),
@@ -45,8 +46,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 # The public face, and what stands on it: these may import every module that has a row above.
 FACE = ("__init__", "bench")
-TORCHLESS = (*HOST, "chat_template", "tokenizer", "detokenizer", "stream", "progress")
-LAZY = ("transformers", "huggingface_hub", "gguf", "websockets", "llama_cpp", "uvloop")
+TORCHLESS = (*HOST, "chat_template", "tokenizer", "detokenizer", "structured", "stream", "progress")
+LAZY = (
+    "transformers",
+    "llguidance",
+    "huggingface_hub",
+    "gguf",
+    "websockets",
+    "llama_cpp",
+    "uvloop",
+)
 
 
 class Import:

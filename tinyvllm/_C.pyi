@@ -20,7 +20,6 @@ def advance_decode(
 ) -> None: ...
 def embedding(out: Tensor, input_ids: Tensor, weight: Tensor) -> None: ...
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
 def rotary_embedding_store_kv(
     q: Tensor,
     k: Tensor,
@@ -42,9 +41,33 @@ def paged_attention(
     softmax_scale: float,
     sliding_window: int,
 ) -> None: ...
-def silu_and_mul(out: Tensor, gate_up: Tensor) -> None: ...
 def pack_linear(packed: Tensor, weight: Tensor) -> None: ...
+def pack_gated_linear(packed: Tensor, weight: Tensor) -> None: ...
 def linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> None: ...
+def linear_add(
+    residual: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+) -> None: ...
+def norm_linear(
+    out: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> None: ...
+def norm_gated_linear(
+    out: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> None: ...
 def gather_rows(out: Tensor, x: Tensor, row_idx: Tensor) -> None: ...
 def sample(
     token_ids: Tensor,
@@ -55,6 +78,26 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     step_idx: Tensor,
+) -> None: ...
+def adjust_logits(
+    out: Tensor,
+    logits: Tensor,
+    slot_idx: Tensor,
+    penalties: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    allowed_mask: Tensor,
+) -> None: ...
+def count_tokens(output_counts: Tensor, token_ids: Tensor, slot_idx: Tensor) -> None: ...
+def top_logprobs(
+    values: Tensor,
+    ids: Tensor,
+    drawn: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    num_logprobs: Tensor,
 ) -> None: ...
 
 class Graph:
@@ -75,6 +118,30 @@ class Graph:
 
     def replay_timed(self) -> list[tuple[str, float]]:
         """Replay; (op, seconds) for each op, in order."""
+
+class Launch:
+    """One run of a graph on a `Stream`. Dropping it cancels and waits."""
+
+    def result(self) -> list[int]:
+        """Wait for its end; the values that `result` then held. Raises what an op raised."""
+
+    def cancel(self) -> None:
+        """Leave out what has not run yet: the result is undefined."""
+
+    @property
+    def seconds(self) -> float:
+        """Time its ops took; after `result`."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time for which the stream had nothing to run before it; after `result`."""
+
+class Stream:
+    """Runs graphs one after the other on a thread of its own."""
+
+    def __init__(self) -> None: ...
+    def launch(self, graph: Graph, result: Tensor) -> Launch:
+        """Queue `graph`; `result` [n] int32 is copied when its last op has ended."""
 
 def isa() -> str:
     """The instruction set in use: "portable", "avx2", "avx512" or "avx512_bf16"."""

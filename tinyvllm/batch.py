@@ -124,8 +124,14 @@ class BatchBuilder:
         self._special: list[tuple[int, Sequence]] = []
         self._arange = np.arange(max(num_tokens, num_slots + 1), dtype=np.int32)
 
+    def continues(self, schedule: Schedule) -> bool:
+        """The step can be built while the last one still runs: its rows are the same, and only
+        table entries are added, which the last one does not read."""
+        return schedule.is_pure_decode and schedule.sequences == self._decoding
+
     def build(self, schedule: Schedule) -> Batch:
-        """The arrays of one step. Overwrites those of the last one."""
+        """The arrays of one step. Overwrites those of the last one, which must have ended unless
+        the schedule `continues` it."""
         for seq in schedule.preempted:
             self._forget(seq)
         entries = schedule.sequences
@@ -147,8 +153,9 @@ class BatchBuilder:
         mask = self._mask
         for row, entry in enumerate(entries):
             seq = entry.seq
-            if seq.num_computed_tokens & mask == 0:
-                block_idx = seq.num_computed_tokens >> self._shift
+            position = seq.num_scheduled_tokens - 1
+            if position & mask == 0:
+                block_idx = position >> self._shift
                 block_id = seq.block_table[block_idx]
                 self._block_tables[row, block_idx] = block_id
                 self._slot_tables[seq.slot, block_idx] = block_id
@@ -157,8 +164,9 @@ class BatchBuilder:
     def _build_decode(self, sequences: list[Sequence]) -> Batch:
         num_seqs = len(sequences)
         slots = [self._sync_slot(seq) for seq in sequences]
+        starts = [seq.num_scheduled_tokens - 1 for seq in sequences]
         self._sampled[:num_seqs] = [seq.token_ids[-1] for seq in sequences]
-        self._seq_lens[:num_seqs] = [seq.num_computed_tokens for seq in sequences]
+        self._seq_lens[:num_seqs] = starts
         self._positions[:num_seqs] = self._seq_lens[:num_seqs] - 1
         self._cu_seqlens_q[: num_seqs + 1] = self._arange[: num_seqs + 1]
         self._logits_indices[:num_seqs] = self._arange[:num_seqs]
@@ -177,7 +185,7 @@ class BatchBuilder:
         """Decodes and prompt chunks in one step; the sequences' tokens lie one after another."""
         sequences = [entry.seq for entry in entries]
         slots = [self._sync_slot(seq) for seq in sequences]
-        starts = [seq.num_computed_tokens for seq in sequences]
+        starts = [entry.seq.num_scheduled_tokens - entry.num_tokens for entry in entries]
         num_seqs, token_idx = len(entries), 0
         self._gather_tables(slots, sequences)
         for row, (entry, start) in enumerate(zip(entries, starts, strict=True)):
@@ -264,7 +272,9 @@ class BatchBuilder:
         num_logits = len(slots)
         for rows, per_slot in zip(self._row_params, self._slot_params, strict=True):
             rows[:num_logits] = per_slot[slots]
-        self._step_idx[:num_logits] = [seq.num_output_tokens for seq in sequences]
+        self._step_idx[:num_logits] = [
+            seq.num_scheduled_tokens - seq.num_prompt_tokens for seq in sequences
+        ]
         self._special = [
             (row, seq)
             for row, seq in enumerate(sequences)

@@ -98,7 +98,7 @@ class BlockManager:
         num_blocks = self.num_blocks_for(len(seq.token_ids))
         seq.block_table = hits + [self._take() for _ in range(num_blocks - len(hits))]
         seq.capacity = num_blocks * self.block_size
-        seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * self.block_size
         if seq.num_preemptions == 0:  # later hits are mostly on the sequence's own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
             if self.enable_prefix_caching:
@@ -141,7 +141,7 @@ class BlockManager:
                     self._unreferenced[block_id] = None
         seq.block_table = []
         seq.capacity = 0
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_scheduled_tokens = 0
 
     def num_exclusive_blocks(self, seq: Sequence) -> int:
         """Blocks of `seq` that nobody shares: what freeing it gives back."""

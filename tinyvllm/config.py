@@ -56,6 +56,10 @@ class EngineConfig:
     expected_seq_len: int = 1024
     """Tokens a typical sequence reaches; only sizes the default pool."""
     enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    """Schedule and launch a step before the last one's tokens are known, so that the device never
+    waits for the host. Where there are no graphs to launch (enforce_eager, ops="reference") every
+    step waits for the last."""
     enforce_eager: bool = False
     """Never capture step graphs: for debugging."""
     scheduling: Literal["continuous", "static"] = "continuous"
@@ -91,7 +95,7 @@ class EngineConfig:
             )
         if self.dtype == "float32" and self.ops != "reference":
             raise ConfigError('dtype="float32" needs ops="reference"', param="dtype")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name} must be True or False; got {getattr(self, name)!r}", param=name

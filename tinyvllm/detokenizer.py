@@ -113,6 +113,22 @@ class Detokenizer:
         return text
 
 
+def token_bytes(tokenizer: Tokenizer, num_tokens: int) -> list[bytes | None] | None:
+    """What each id below `num_tokens` adds to a text in UTF-8, perhaps a part of a character; None
+    for special tokens and for ids that are none. None altogether when the decoder is of a kind
+    that gives single tokens no text of their own."""
+    pieces = _vocabulary(tokenizer, True).pieces
+    if isinstance(pieces, _NoPieces):
+        return None
+    found: list[bytes | None] = []
+    for token_id in range(num_tokens):
+        piece = pieces[token_id]
+        if isinstance(piece, int):
+            piece = bytes((piece,))
+        found.append(piece.encode() if isinstance(piece, str) else piece)
+    return found
+
+
 class _Vocabulary:
     """What the detokenizers of a tokenizer share: its pieces, and how to make their decoder."""
 

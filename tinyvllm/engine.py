@@ -3,13 +3,16 @@
     callers ──("add" | "abort" | "resume" | "close", state)──►  SimpleQueue  ──►  engine thread
        └──── text ────►  tokenizing thread  ──("add" | "reject", state)──►──┘
 
-    engine thread:  receive ─► schedule ─► build ─► launch ─► update ─► detokenize ─► publish ─┐
-                       ▲  blocked here, at no cost, while nothing can run                      │
-                       └───────────────────────────────────────────────────────────────────────┤
-    waking thread:  wake each loop whose readers are parked, during the next launch  ◄─────────┘
+    engine thread:  receive ─► schedule ─► build ─► launch N+1 ─► deliver N-1 ─► result N ─► update
+                       ▲  blocked here, at no cost, while nothing can run                     │ N
+                       └──────────────────────────────────────────────────────────────────────┘
 
-Waking a loop is a system call that gives up the GIL, which the loop would then keep for as long as
-its readers run: done in the engine thread, it would cost every step that long.
+A step is launched before the last one's result is known (scheduler.py says what that takes), and a
+step's tokens are delivered when the next is on its way: the device always has work, while this
+thread detokenizes, fills buffers and wakes loops. Waking gives up the GIL, which a loop then keeps
+for as long as its readers run; it costs no step anything here. What cannot run ahead (on a CPU a
+step with prompts, whose arrays are those of the step before) waits for the result, and its tokens
+to be delivered, first.
 
 A SimpleQueue's put is reentrant and never waits, so a finalizer may abort from inside of anything.
 Bounds: at most `MAX_LIVE_STREAMS` requests wait or run; commands beside "add" are one per stream
@@ -26,6 +29,7 @@ import logging
 import os
 import threading
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -54,9 +58,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinyvllm.config import EngineConfig, ModelConfig
-    from tinyvllm.model_runner import StepOutput
+    from tinyvllm.model_runner import Logprobs, Step
     from tinyvllm.sampling_params import SamplingParams
-    from tinyvllm.sequence import Schedule, ScheduledSequence
+    from tinyvllm.scheduler import Update
+    from tinyvllm.sequence import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +115,23 @@ class StepTimings:
     schedule: float = 0.0
     build: float = 0.0
     launch: float = 0.0
-    """Around the ops, the ops themselves excluded."""
-    ops: float = 0.0
     update: float = 0.0
     detokenize: float = 0.0
     publish: float = 0.0
     """Filling buffers and waking readers."""
+    ops: float = 0.0
+    idle: float = 0.0
+    """In which no ops ran: all that the host costs a step."""
+
+
+@dataclass(slots=True, eq=False)
+class _Delivery:
+    """One step's tokens, not yet with their readers."""
+
+    update: Update
+    logprobs: dict[int, Logprobs]
+    time: float
+    """When they were there."""
 
 
 class _StartCancelled(Exception):
@@ -161,11 +177,8 @@ class Engine:
         self._tokenizing = threading.Thread(
             target=self._tokenize_texts, name="tinyvllm-tokenizer", daemon=True
         )
-        self._parked: SimpleQueue[list[StreamState] | None] = SimpleQueue()
-        self._waking_error: BaseException | None = None
-        self._waking = threading.Thread(
-            target=self._wake_readers, name="tinyvllm-waker", daemon=True
-        )
+        self._in_flight: deque[tuple[Schedule, Step]] = deque()
+        self._undelivered: _Delivery | None = None
 
     # --- Any thread -----------------------------------------------------------------------------
 
@@ -314,29 +327,6 @@ class Engine:
         if self._end is not None:
             self._fail(state)
 
-    # --- Waking thread --------------------------------------------------------------------------
-
-    def _wake_readers(self) -> None:
-        """Resume the readers for whom a step had a token: one call per loop and step."""
-        states: list[StreamState] | None = None
-        try:
-            while (states := self._parked.get()) is not None:
-                self._wake_parked(states)
-                states = None  # a blocked thread must not keep streams, and so engines, alive
-        except BaseException as error:  # else every reader would wait for ever
-            self._waking_error = error
-            self._parked.put(states)
-            self._mailbox.put(("close", None))
-
-    def _wake_parked(self, states: list[StreamState]) -> None:
-        waiters = {state.waiter: state for state in states}
-        for waiter in wake([waiter for waiter in waiters if waiter is not None]):
-            # Its reader can never run again.
-            state = waiters[waiter]
-            logger.warning("the loop that read %s is closed: aborted", state.request_id)
-            state.waiter = None  # it would keep the dead loop's task, stream and engine alive
-            state.abort()
-
     # --- Engine thread --------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -349,13 +339,12 @@ class Engine:
             cause = error
         else:
             self._tokenizing.start()
-            self._waking.start()
             self.started.set()
             logger.info("ready: %s", self._model)
             try:
                 while self._receive():
                     self._step()
-                cause = self._waking_error
+                self._deliver()
             except BaseException as error:
                 logger.exception("the engine thread failed")
                 cause = error
@@ -414,8 +403,9 @@ class Engine:
         mailbox, scheduler = self._mailbox, self._scheduler
         while True:
             if mailbox.empty():
-                if scheduler.has_work:
+                if scheduler.has_work or self._in_flight:
                     return True
+                self._deliver()
                 self._idle_since = perf_counter()
             state = None  # a blocked thread must not keep streams, and so engines, alive
             command, state = mailbox.get()
@@ -468,6 +458,7 @@ class Engine:
 
     def _abort(self, state: StreamState) -> None:
         self._scheduler.abort(state.seq_id)
+        self._cancel_useless()
         self._finish(state, "abort")
 
     def _finish(
@@ -484,33 +475,85 @@ class Engine:
         state.wake_reader()
 
     def _step(self) -> None:
+        """Launch a step, then deliver an earlier one's tokens and take the oldest result."""
         start = perf_counter()
         schedule = self._scheduler.schedule()
-        scheduled = perf_counter()
-        assert schedule, "the scheduler has work but schedules nothing"
-        if not schedule.is_pure_decode:
-            self._note_admissions(schedule)
-        batch = self._builder.build(schedule)
-        built = perf_counter()
-        output = self._runner.launch(batch)
-        launched = perf_counter()
-        updated = self._scheduler.update(schedule, output.token_ids)
-        self._num_steps += 1
-        self._num_output_tokens += len(updated)
+        scheduled = built = launched = perf_counter()
+        runs_ahead = self._runner.runs_ahead and self._builder.continues(schedule)
+        if schedule:
+            if not schedule.is_pure_decode:
+                self._note_admissions(schedule)
+            if not runs_ahead:
+                self._finish_launched()
+                scheduled = perf_counter()
+            batch = self._builder.build(schedule)
+            built = perf_counter()
+            self._in_flight.append((schedule, self._runner.launch(batch)))
+            launched = perf_counter()
+        else:
+            assert self._in_flight, "the scheduler has work but schedules nothing"
+        self._deliver()
+        if not runs_ahead or len(self._in_flight) > 1:
+            self._take_result()
+        timings = self.step_timings
+        if timings is not None:
+            timings.schedule += scheduled - start
+            timings.build += built - scheduled
+            timings.launch += launched - built
+
+    def _finish_launched(self) -> None:
+        """Before a step that cannot run ahead: nobody's token waits until after it."""
+        self._deliver()
+        while self._in_flight:
+            self._take_result()
+            self._deliver()
+
+    def _take_result(self) -> None:
+        """Of the oldest step in flight."""
+        schedule, step = self._in_flight.popleft()
+        output = step.result()
         self._last_step = drawn = perf_counter()
-        items = self._detokenize(updated, output)
-        detokenized = perf_counter()
-        self._publish(updated, items, drawn)
+        self._num_steps += 1
+        update = self._scheduler.update(schedule, output.token_ids)
+        if update.finished:
+            self._cancel_useless()
+        if update.entries:
+            self._num_output_tokens += len(update.entries)
+            self._undelivered = _Delivery(update, output.logprobs, drawn)
         timings = self.step_timings
         if timings is not None:
             timings.num_steps += 1
-            timings.num_tokens += len(updated)
-            timings.schedule += scheduled - start
-            timings.build += built - scheduled
-            timings.launch += launched - built - output.ops_seconds
+            timings.num_tokens += len(update.entries)
             timings.ops += output.ops_seconds
-            timings.update += drawn - launched
-            timings.detokenize += detokenized - drawn
+            timings.idle += output.idle_seconds
+            timings.update += perf_counter() - drawn
+
+    def _cancel_useless(self) -> None:
+        """Steps in flight whose sequences have all ended meanwhile."""
+        for schedule, step in self._in_flight:
+            if all(entry.seq.finish_reason is not None for entry in schedule.sequences):
+                step.cancel()
+
+    def _deliver(self) -> None:
+        """The last taken result's tokens to their readers."""
+        delivery = self._undelivered
+        if delivery is None:
+            return
+        self._undelivered = None
+        start = perf_counter()
+        items = self._detokenize(delivery)
+        detokenized = perf_counter()
+        try:
+            self._publish(delivery, items)
+        except BaseException:  # the engine dies; those marked as woken may not have been
+            for entry in delivery.update.entries:
+                if (waiter := entry.seq.owner.waiter) is not None:
+                    waiter.notified = False
+                    entry.seq.owner.wake_reader()
+            raise
+        timings = self.step_timings
+        if timings is not None:
+            timings.detokenize += detokenized - start
             timings.publish += perf_counter() - detokenized
 
     def _note_admissions(self, schedule: Schedule) -> None:
@@ -521,14 +564,14 @@ class Engine:
                 state.time_scheduled = now
                 state.cached_tokens = entry.seq.num_cached_tokens
 
-    def _detokenize(self, updated: list[ScheduledSequence], output: StepOutput) -> list[Any]:
+    def _detokenize(self, delivery: _Delivery) -> list[Any]:
         """(text, token id, finish reason, logprobs) for each sequence that got a token."""
         items = []
-        logprobs = output.logprobs
-        for entry in updated:
+        update, logprobs = delivery.update, delivery.logprobs
+        finished = update.finished
+        for entry, token_id in zip(update.entries, update.token_ids, strict=True):
             seq = entry.seq
-            token_id = seq.token_ids[-1]
-            reason = seq.finish_reason
+            reason = finished.get(seq.seq_id) if finished else None
             detokenizer: Detokenizer = seq.owner.detokenizer
             if reason == "stop" and not self._shows_stop_token(seq, token_id):
                 text = detokenizer.finish()
@@ -536,6 +579,7 @@ class Engine:
                 text = detokenizer.append(token_id)
                 if detokenizer.stopped:
                     self._scheduler.finish(seq, "stop")
+                    self._cancel_useless()
                     reason = "stop"
                 elif reason is not None:
                     text += detokenizer.finish()
@@ -546,12 +590,15 @@ class Engine:
         """A token that stops shows its text only on request, and an EOS never."""
         return seq.params.include_stop_str_in_output and token_id not in seq.eos_token_ids
 
-    def _publish(self, updated: list[ScheduledSequence], items: list[Any], now: float) -> None:
+    def _publish(self, delivery: _Delivery, items: list[Any]) -> None:
         """Append to the buffers, end what has finished, pause who lags, wake who waits."""
         parked: list[StreamState] = []
         max_buffered = self.config.max_buffered_tokens
-        for entry, item in zip(updated, items, strict=True):
+        now = delivery.time
+        for entry, item in zip(delivery.update.entries, items, strict=True):
             state: StreamState = entry.seq.owner
+            if state.finished:  # aborted since
+                continue
             buffer = state.buffer
             state.completion_tokens += 1
             state.time_last_token = now
@@ -568,7 +615,7 @@ class Engine:
                 waiter.notified = True
                 parked.append(state)
         if parked:
-            self._parked.put(parked)
+            self._wake_parked(parked)
 
     def _pause(self, state: StreamState) -> None:
         state.paused = True
@@ -576,6 +623,16 @@ class Engine:
         if len(state.buffer) < state.resume_below:  # read meanwhile, before `paused` was seen
             state.paused = False
             self._scheduler.set_paused(state.seq_id, False)
+
+    def _wake_parked(self, states: list[StreamState]) -> None:
+        """Resume the readers for whom a step had a token: one call per loop."""
+        waiters = {state.waiter: state for state in states}
+        for waiter in wake([waiter for waiter in waiters if waiter is not None]):
+            # Its reader can never run again.
+            state = waiters[waiter]
+            logger.warning("the loop that read %s is closed: aborted", state.request_id)
+            state.waiter = None  # it would keep the dead loop's task, stream and engine alive
+            state.abort()
 
     def _snapshot(self) -> EngineStats:
         scheduler = self._scheduler
@@ -605,14 +662,6 @@ class Engine:
         if self._tokenizing.ident is not None:
             self._texts.put(None)
             self._tokenizing.join()
-            self._parked.put(None)
-            self._waking.join()
-            # If it failed: those whom it did not wake.
-            for _ in range(self._parked.qsize()):
-                for parked in self._parked.get() or ():
-                    if (waiter := parked.waiter) is not None:
-                        waiter.notified = False
-                    parked.wake_reader()
         queued = [self._mailbox.get()[1] for _ in range(self._mailbox.qsize())]
         queued += [self._texts.get() for _ in range(self._texts.qsize())]
         for state in (*self._states.values(), *queued):
@@ -622,11 +671,16 @@ class Engine:
             if self.started.is_set():
                 for seq_id in self._states:
                     self._scheduler.abort(seq_id)
+                for schedule, step in self._in_flight:
+                    step.cancel()
+                    self._scheduler.update(schedule, step.result().token_ids)
                 self._final_stats = self._snapshot()
         except Exception:
             if cause is None:  # the books of an engine that died may be in disorder
                 logger.exception("closing the engine")
         self._states.clear()
+        self._in_flight.clear()
+        self._undelivered = None
         if hasattr(self, "_runner"):
             self._runner.close()
         for name in ("_runner", "_scheduler", "_builder"):

@@ -368,8 +368,12 @@ class _WeightReader:
         return joined
 
     def packed(self, *names: str) -> torch.Tensor:
-        """Their rows, joined, in the layout that `ops.linear` reads."""
+        """Their rows, joined, in the layout that the linears of `ops` read."""
         return self._ops.pack_linear(self.read(*names))
+
+    def packed_gated(self, gate: str, up: str) -> torch.Tensor:
+        """Both, in the layout that `ops.norm_gated_linear` reads."""
+        return self._ops.pack_gated_linear(self.read(gate, up))
 
 
 def _load_layer(reader: _WeightReader, config: ModelConfig, prefix: str) -> LayerWeights:
@@ -388,7 +392,7 @@ def _load_layer(reader: _WeightReader, config: ModelConfig, prefix: str) -> Laye
         qkv_proj=weights(qkv),
         o_proj=weights((f"{attn}o_proj.",)),
         post_attention_layernorm=reader.read(f"{prefix}post_attention_layernorm.weight"),
-        gate_up_proj=weights(gate_up),
+        gate_up_proj=reader.packed_gated(*(f"{name}weight" for name in gate_up)),
         down_proj=weights((f"{mlp}down_proj.",)),
         qkv_bias=biases(config.attention_bias, *qkv),
         o_bias=biases(config.attention_out_bias, f"{attn}o_proj."),

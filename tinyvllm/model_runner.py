@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tinyvllm.batch import Batch
     from tinyvllm.config import EngineConfig, ModelConfig
-    from tinyvllm.ops import Graph
+    from tinyvllm.ops import Graph, Launch, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,52 @@ class StepOutput:
     logprobs: dict[int, Logprobs]
     """seq_id -> (log-probability of its token, {id: log-probability} of the k most likely)."""
     ops_seconds: float
-    """Time inside ops: what is left of a step is the host's."""
+    """Time inside ops."""
+    idle_seconds: float
+    """Time before it, since the end of the last step's ops, in which no ops ran."""
+
+
+class Step(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepOutput:
+        """Waits for its end; the GIL is free meanwhile."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants the result: it may come sooner then, and be anything."""
+        ...
+
+
+class _GraphStep:
+    """A graph on the CPU's stream."""
+
+    __slots__ = ("_launch",)
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def result(self) -> StepOutput:
+        launch = self._launch
+        return StepOutput(launch.result(), {}, launch.seconds, launch.idle_seconds)
+
+    def cancel(self) -> None:
+        self._launch.cancel()
+
+
+class _EagerStep:
+    """Ops that `launch` has run itself."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def result(self) -> StepOutput:
+        return self._output
+
+    def cancel(self) -> None:
+        pass
 
 
 class ModelRunner:
@@ -98,34 +143,45 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        self._use_graphs = self.ops.supports_graphs and not config.enforce_eager
+        use_graphs = self.ops.supports_graphs and not config.enforce_eager
+        self._stream: Stream | None = self.ops.new_stream() if use_graphs else None
+        self.runs_ahead = use_graphs and config.async_scheduling
+        """A step may be launched before the result of the last one is asked for."""
         self._graphs: OrderedDict[int, Graph] = OrderedDict()
+        self._ops_ended = perf_counter()  # of eager steps
 
-    def launch(self, batch: Batch) -> StepOutput:
-        """Run one step to its end and return its tokens. The GIL is free during native ops."""
-        if batch.is_pure_decode and self._use_graphs and not batch.special:
+    def launch(self, batch: Batch) -> Step:
+        """Start one step, behind those that run already. A pure decode runs beside the caller;
+        any other is run to its end here, alone, with the GIL free during native ops."""
+        if self._stream is not None and batch.is_pure_decode and not batch.special:
             graph = self._decode_graph(batch)
-            start = perf_counter()
-            graph.replay()
-            ops_seconds = perf_counter() - start
-            return StepOutput(batch.drawn.tolist(), {}, ops_seconds)
+            return _GraphStep(self._stream.launch(graph, batch.sampling.token_ids))
+        return _EagerStep(self._run(batch))
+
+    def _run(self, batch: Batch) -> StepOutput:
         buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         start = perf_counter()
+        idle_seconds = start - self._ops_ended
         self._forward(batch, buffers)
-        ops_seconds = perf_counter() - start
+        self._ops_ended = perf_counter()
+        ops_seconds = self._ops_ended - start
         if not batch.num_logits:
-            return StepOutput([], {}, ops_seconds)
+            return StepOutput([], {}, ops_seconds, idle_seconds)
         masked = self._mask_stop_ids(batch, buffers.logits)
         start = perf_counter()
+        idle_seconds += start - self._ops_ended
         self._sample(batch, buffers)
-        ops_seconds += perf_counter() - start
+        self._ops_ended = perf_counter()
+        ops_seconds += self._ops_ended - start
         token_ids: list[int] = batch.drawn.tolist()
         for row, ids, values in masked:
             buffers.logits[row, ids] = values
-        return StepOutput(token_ids, self._logprobs(batch, buffers.logits, token_ids), ops_seconds)
+        logprobs = self._logprobs(batch, buffers.logits, token_ids)
+        return StepOutput(token_ids, logprobs, ops_seconds, idle_seconds)
 
     def close(self) -> None:
         """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
+        self._stream = None  # ends when what was launched has
         self._graphs.clear()
         del self.model, self.kv_cache, self._buffers
 
@@ -178,7 +234,7 @@ class ModelRunner:
         """Make stop ids undrawable for rows below their min_tokens; returns what to put back."""
         masked = []
         for row, seq in batch.special:
-            if seq.num_output_tokens >= seq.params.min_tokens:
+            if seq.num_scheduled_tokens >= seq.min_len:
                 continue
             ids = torch.tensor([i for i in seq.stop_ids if i < logits.shape[1]], dtype=torch.int64)
             masked.append((row, ids, logits[row, ids]))

@@ -17,11 +17,25 @@ Order is strict: `seq.order` is (priority, arrival), lower first.
   * Among the allowed victims: the worst priority first, in it the one that loses least work.
 
 A preempted sequence keeps its tokens and later computes them again as one prompt.
+
+Steps may run ahead: `schedule()` may be called again before the last step's `update()`.
+
+    schedule(N) ─► launched ─► schedule(N+1) ─► launched ─► update(N) ─► schedule(N+2) ...
+
+  * `num_scheduled_tokens` says what all launched steps will have computed; everything else about a
+    sequence changes only in `update`.
+  * A token that step N draws is N+1's input on the device; the host need not know it. What must
+    know it waits: the first decode after a prompt, a sequence that `waits_for_token`, a preemption.
+    Nobody is preempted while a step is in flight: `schedule()` is empty then, which asks for the
+    `update()` of what has been launched.
+  * Fence: slot and blocks of a sequence that ends while a step in flight contains it are free when
+    the last such step has been updated, not before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -44,11 +58,23 @@ _order = attrgetter("order")
 _entry_order = attrgetter("seq.order")
 
 
+@dataclass(slots=True, eq=False)
+class Update:
+    """What a step's result changed. Nothing in it changes later."""
+
+    entries: list[ScheduledSequence]
+    """Those that got a token."""
+    token_ids: list[int]
+    """Their tokens."""
+    finished: dict[int, FinishReason]
+    """seq_id -> why, of those that the token ended."""
+
+
 class Scheduler:
     """Decides what each step runs. Engine thread only, except `check_prompt_len`.
 
-    A step is `schedule()`, then the model, then `update()`. `add`, `abort`, `finish` and
-    `set_paused` may come at any time when no launched step still reads the blocks concerned.
+    A step is `schedule()`, then the model, then `update()`; every schedule is updated, in order.
+    `add`, `abort`, `finish` and `set_paused` may come at any time.
     """
 
     def __init__(
@@ -76,6 +102,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_paused = 0
         self._num_arrivals = 0
+        self._num_in_flight = 0  # scheduled steps without their update
+        self._must_drain = False  # somebody has to be preempted, which steps in flight forbid
+        self._fenced: dict[int, Sequence] = {}  # ended, but in a step in flight
         self._sequences: dict[int, Sequence] = {}  # every unfinished one, by seq_id
         self._running: dict[int, Sequence] = {}  # those with a slot and blocks, paused or not
         self._free_slots = list(range(max_num_seqs))  # a heap: low slots first keeps them dense
@@ -86,7 +115,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something can run: then `schedule()` is not empty. False when all are paused."""
+        """Something can run: then `schedule()` is not empty, unless steps are in flight. False
+        when all are paused."""
         return len(self._sequences) > self.num_paused
 
     @property
@@ -137,11 +167,11 @@ class Scheduler:
         self._sequences[seq.seq_id] = seq
         self._list(seq)
 
-    def abort(self, seq_id: int) -> Sequence | None:
+    def abort(self, seq_id: int, reason: FinishReason = "abort") -> Sequence | None:
         """Ends the sequence at once; None when it is unknown or has finished. Idempotent."""
         seq = self._sequences.get(seq_id)
         if seq is not None:
-            self.finish(seq, "abort")
+            self.finish(seq, reason)
         return seq
 
     def finish(
@@ -177,70 +207,73 @@ class Scheduler:
             self._list(seq)
 
     def schedule(self) -> Schedule:
-        """The next step. Allocates its blocks; counters advance only in `update`."""
+        """The next step. Allocates its blocks. Empty when steps in flight have to end first."""
         preempted: list[Sequence] = []
-        decodes = self._decodes.copy()
-        append = self.block_manager.append
-        for entry in decodes:
-            seq = entry.seq
-            if seq.num_computed_tokens == seq.capacity:
-                # A sequence preempted by an earlier one in this loop has both at zero.
-                if seq.status is _DECODE and not append(seq):
-                    self._append_by_force(seq, preempted)
-        if not self._prefills and not self._waiting:
-            if preempted:
-                decodes = self._decodes.copy()
-            n = len(decodes)
-            return Schedule(decodes, n, n, n, n > 0, preempted)
-
-        chunks = self._schedule_chunks(preempted)
+        decodes = self._schedule_decodes(preempted)
+        chunks: list[ScheduledSequence] = []
+        if (self._prefills or self._waiting) and not self._must_drain:
+            chunks = self._schedule_chunks(preempted)
         if preempted:
             decodes = self._decodes.copy()
+        if self._must_drain:
+            self._must_drain = False
+            return Schedule([], 0, 0, 0, False, [])
         n = len(decodes)
-        return Schedule(
-            decodes + chunks,
-            n + sum(chunk.num_tokens for chunk in chunks),
-            n,
-            n + sum(chunk.samples for chunk in chunks),
-            n > 0 and not chunks,
-            preempted,
-        )
+        for entry in decodes:
+            entry.seq.num_scheduled_tokens += 1
+        if not chunks:
+            if n:
+                self._num_in_flight += 1
+            return Schedule(decodes, n, n, n, n > 0, preempted)
+        num_tokens = num_samples = n
+        for entry in chunks:
+            entry.seq.num_scheduled_tokens += entry.num_tokens
+            num_tokens += entry.num_tokens
+            num_samples += entry.samples
+        self._num_in_flight += 1
+        return Schedule(decodes + chunks, num_tokens, n, num_samples, False, preempted)
 
-    def update(self, schedule: Schedule, token_ids: list[int]) -> list[ScheduledSequence]:
-        """Takes a step's result; returns the entries that got a token (do not change the list).
+    def update(self, schedule: Schedule, token_ids: list[int]) -> Update:
+        """Takes the result of the oldest step in flight.
 
         `token_ids` are the drawn tokens of the entries with `samples`, in order. Tokens of
-        sequences that ended since `schedule()` are dropped.
+        sequences that ended since `schedule()` are dropped. Changes neither argument.
         """
         assert len(token_ids) == schedule.num_samples, (len(token_ids), schedule.num_samples)
+        assert self._num_in_flight > 0
+        self._num_in_flight -= 1
         entries = schedule.sequences
+        finished: dict[int, FinishReason] = {}
         if schedule.is_pure_decode:
-            return self._advance_decodes(entries, token_ids)
+            return self._advance_decodes(entries, token_ids, finished)
         num_decodes = schedule.num_decodes
-        updated = self._advance_decodes(entries[:num_decodes], token_ids)
+        result = self._advance_decodes(entries[:num_decodes], token_ids[:num_decodes], finished)
         drawn = iter(token_ids[num_decodes:])
         for entry in entries[num_decodes:]:
             token_id = next(drawn) if entry.samples else None
             seq = entry.seq
-            if seq.status is not _PREFILL:
-                continue
             num_computed_before = seq.num_computed_tokens
             seq.num_computed_tokens += entry.num_tokens
+            if seq.status is not _PREFILL:
+                self._pass_fence(seq)
+                continue
             self.block_manager.commit(seq, num_computed_before)
             if token_id is not None:
                 self._unlist(seq)
                 seq.status = _DECODE
                 self._list(seq)
                 seq.token_ids.append(token_id)
-                self._check_stop(seq, token_id)
-                updated.append(entry)
-        return updated
+                self._check_stop(seq, token_id, finished)
+                result.entries.append(entry)
+                result.token_ids.append(token_id)
+        return result
 
     def check_integrity(self) -> None:
         """Raises AssertionError when any book does not balance. For tests."""
         sequences = self._sequences.values()
-        self.block_manager.check_integrity(sequences)
-        slots = [seq.slot for seq in self._running.values()]
+        fenced = self._fenced.values()
+        self.block_manager.check_integrity([*sequences, *fenced])
+        slots = [seq.slot for seq in (*self._running.values(), *fenced)]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs)), slots
         assert self.num_paused == sum(seq.paused for seq in sequences)
         listed: list[Iterable[Sequence]] = [
@@ -257,6 +290,43 @@ class Scheduler:
             assert seq.finish_reason is None, seq
             assert len(seq.token_ids) < seq.max_len <= self.max_seq_len, seq
             assert seq.num_computed_tokens < len(seq.token_ids), seq
+            assert seq.num_computed_tokens <= seq.num_scheduled_tokens < seq.max_len, seq
+        for seq in (*sequences, *fenced):
+            in_flight = seq.num_scheduled_tokens != seq.num_computed_tokens
+            assert not in_flight or self._num_in_flight, seq
+            assert in_flight or seq.seq_id not in self._fenced, seq
+
+    def _schedule_decodes(self, preempted: list[Sequence]) -> list[ScheduledSequence]:
+        """Every decode that can run, each with a block for its token. The hot loop."""
+        is_behind = self._num_in_flight > 0
+        held_back = False
+        for entry in self._decodes.copy():
+            seq = entry.seq
+            num_scheduled = seq.num_scheduled_tokens
+            if is_behind and (
+                # Its last token is on its way, or it needs the one that is.
+                num_scheduled + 1 >= seq.max_len
+                or (seq.waits_for_token and num_scheduled != seq.num_computed_tokens)
+            ):
+                held_back = True
+            elif num_scheduled == seq.capacity:
+                # A sequence preempted by an earlier one in this loop has both at zero.
+                if seq.status is _DECODE and not self.block_manager.append(seq):
+                    if is_behind:
+                        self._must_drain = True
+                        break
+                    self._append_by_force(seq, preempted)
+        if not held_back:
+            return self._decodes.copy()
+        return [
+            entry
+            for entry in self._decodes
+            if entry.seq.num_scheduled_tokens + 1 < entry.seq.max_len
+            and not (
+                entry.seq.waits_for_token
+                and entry.seq.num_scheduled_tokens != entry.seq.num_computed_tokens
+            )
+        ]
 
     def _schedule_chunks(self, preempted: list[Sequence]) -> list[ScheduledSequence]:
         """Prompt chunks for what the decodes leave of the budget, admitting as it goes."""
@@ -292,7 +362,9 @@ class Scheduler:
                 i += 1
             else:
                 break
-            remaining = len(seq.token_ids) - seq.num_computed_tokens
+            remaining = len(seq.token_ids) - seq.num_scheduled_tokens
+            if remaining == 0:  # all of it is in flight
+                continue
             n = min(remaining, budget)
             num_tokens += n
             chunks.append(ScheduledSequence(seq, n, n == remaining))
@@ -348,6 +420,9 @@ class Scheduler:
         released = [victim.block_table for victim in victims]
         if not victims or not manager.can_allocate(num_blocks, hits, released):
             return False
+        if self._num_in_flight:
+            self._must_drain = True
+            return False
 
         def cost(victim: Sequence) -> tuple[bool, int, int, int]:
             num_shared = len(victim.block_table) - manager.num_exclusive_blocks(victim)
@@ -371,10 +446,18 @@ class Scheduler:
         self._list(seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Takes slot and blocks away: the one place where a fence on launched steps belongs."""
+        """Takes slot and blocks away, now or behind the fence."""
         if seq.slot < 0:
             return
         del self._running[seq.seq_id]
+        self._fenced[seq.seq_id] = seq
+        self._pass_fence(seq)
+
+    def _pass_fence(self, seq: Sequence) -> None:
+        """Frees what an ended sequence holds, once no step in flight contains it."""
+        if seq.num_computed_tokens != seq.num_scheduled_tokens:
+            return
+        del self._fenced[seq.seq_id]
         heappush(self._free_slots, seq.slot)
         seq.slot = -1
         self.block_manager.free(seq)
@@ -399,28 +482,38 @@ class Scheduler:
             del members[bisect_left(members, seq.order, key=_order)]
 
     def _advance_decodes(
-        self, entries: list[ScheduledSequence], token_ids: list[int]
-    ) -> list[ScheduledSequence]:
+        self,
+        entries: list[ScheduledSequence],
+        token_ids: list[int],
+        finished: dict[int, FinishReason],
+    ) -> Update:
         """Appends one token each. The hot loop: well under a microsecond a sequence."""
         dropped: list[ScheduledSequence] = []
-        for entry, token_id in zip(entries, token_ids, strict=False):
+        block_size = self.block_manager.block_size
+        for entry, token_id in zip(entries, token_ids, strict=True):
             seq = entry.seq
+            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
             if seq.status is not _DECODE:
                 dropped.append(entry)
+                self._pass_fence(seq)
                 continue
             known = seq.token_ids
             known.append(token_id)
-            seq.num_computed_tokens = num_computed = seq.num_computed_tokens + 1
-            if num_computed == seq.capacity:
+            if num_computed % block_size == 0:
                 self.block_manager.commit(seq, num_computed - 1)
             if token_id in seq.stop_ids or len(known) >= seq.max_len:
-                self._check_stop(seq, token_id)
-        return [entry for entry in entries if entry not in dropped] if dropped else entries
+                self._check_stop(seq, token_id, finished)
+        if not dropped:
+            return Update(entries, token_ids, finished)
+        kept = [pair for pair in zip(entries, token_ids, strict=True) if pair[0] not in dropped]
+        return Update([entry for entry, _ in kept], [token for _, token in kept], finished)
 
-    def _check_stop(self, seq: Sequence, token_id: int) -> None:
+    def _check_stop(self, seq: Sequence, token_id: int, finished: dict[int, FinishReason]) -> None:
         """Finishes `seq` when its newest token `token_id` ends it."""
         length = len(seq.token_ids)
         if token_id in seq.stop_ids and length > seq.min_len:
             self.finish(seq, "stop", token_id)
+            finished[seq.seq_id] = "stop"
         elif length >= seq.max_len:
             self.finish(seq, "length")
+            finished[seq.seq_id] = "length"

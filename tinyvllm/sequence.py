@@ -6,7 +6,8 @@
                  └──── preempted ─────┴────────────────────────┘
 
 The last of `token_ids` is known but not computed yet while a sequence decodes: every step computes
-`token_ids[num_computed_tokens:]` (or a chunk of it) and draws a token when it reaches the end.
+`token_ids[num_scheduled_tokens:]` (or a chunk of it) and draws a token when it reaches the end.
+With a step in flight that last token is on the device only; its successor's place is known anyway.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Sequence:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scheduled_tokens",
         "order",
         "owner",
         "params",
@@ -69,6 +71,7 @@ class Sequence:
         "stop_ids",
         "stop_reason",
         "token_ids",
+        "waits_for_token",
     )
 
     def __init__(
@@ -90,6 +93,8 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         """Tokens whose KV is in the blocks."""
+        self.num_scheduled_tokens = 0
+        """The same, once every launched step has ended."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache gave at the first admission."""
         self.block_table: list[int] = []
@@ -123,6 +128,8 @@ class Sequence:
         self.paused = False
         """The reader lags: not scheduled."""
         self.finish_reason: FinishReason | None = None
+        self.waits_for_token = False
+        """What may be drawn next depends on the token before: no step runs ahead of it."""
         self.stop_reason: int | str | None = None
         """The token id or the stop string that ended the sequence."""
         self.num_preemptions = 0
@@ -153,7 +160,8 @@ class ScheduledSequence:
 
     seq: Sequence
     num_tokens: int
-    """Query tokens: `token_ids[num_computed_tokens:][:num_tokens]` before the step."""
+    """Query tokens: `token_ids[num_scheduled_tokens:][:num_tokens]` before `schedule()`; after it,
+    the `num_tokens` before `num_scheduled_tokens`."""
     samples: bool
     """The step computes the last known token, so the next one is drawn."""
 

@@ -8,6 +8,12 @@ void Graph::replay() const {
   for (const Node& node : nodes_) node.op();
 }
 
+void Graph::replay(size_t first, size_t end, const std::atomic<bool>& cancelled) const {
+  for (size_t i = first; i < end && !cancelled.load(std::memory_order_relaxed); ++i) {
+    nodes_[i].op();
+  }
+}
+
 std::vector<Graph::OpTime> Graph::replay_timed() const {
   using Clock = std::chrono::steady_clock;
   std::vector<OpTime> times;

@@ -2,6 +2,7 @@
 // costs one indirect call per op; tensor contents are read at replay.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <utility>
@@ -26,6 +27,9 @@ class Graph {
   // Runs the ops in order on the calling thread (each may use the thread pool). An op's exception
   // ends the replay; the ops before it have run.
   void replay() const;
+  // The same from op `first` to before op `end`; leaves out what has not run when `cancelled`
+  // becomes true.
+  void replay(size_t first, size_t end, const std::atomic<bool>& cancelled) const;
   std::vector<OpTime> replay_timed() const;
 
  private:

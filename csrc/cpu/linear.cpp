@@ -1,4 +1,7 @@
-// out[t][n] = sum over k of x[t][k] * weight[n][k] (+ bias[n]), rounded once to out's type.
+// out[t][n] = sum over k of x[t][k] * weight[n][k] (+ bias[n]), rounded once to out's type. What
+// stands before or after it in a model is fused: the sum may be added to what out holds, and gate
+// and up projection of an MLP may leave as silu(gate) * up. A norm in front is a pass of its own,
+// over a few rows.
 //
 // Layout. The weight is read in packed blocks of 16 output rows, [ceil(K/2)][16][2] bf16: a stream
 // of 64-byte lines, each of which is one vector operand (simd.h). Rows past N and the k past an odd
@@ -8,6 +11,8 @@
 //        k:  [line][line][line] ...   block 0            row 0: x0x1 x2x3 ...
 //            [line][line][line] ...   block 1            ...
 //                                                        row 7: x0x1 x2x3 ...
+//
+// A gated weight's block is 8 rows of gate and the 8 rows of up that belong to them.
 //
 // Each step takes a line of both blocks and, for each token, one pair x[k], x[k+1] broadcast to all
 // lanes: 16 dot instructions for 2 loads of weights. 16 accumulators are enough to hide the latency
@@ -20,17 +25,12 @@
 // tiles fetch the next panel, so at 16 tokens the weights still stream, and at 1,000 they are free.
 #ifdef TINYVLLM_ISA
 #include "simd.h"
+#include "simd_tail.h"
 
 namespace tinyvllm::cpu::TINYVLLM_ISA {
 
-// `zeros`, k of them, stand for the rows that the last block lacks.
-void pack_block(uint32_t* packed, const bf16_t* weight, int64_t row_stride, int64_t block,
-                int64_t n, int64_t k, const bf16_t* zeros) {
-  const bf16_t* rows[kLineRows];
-  for (int i = 0; i < kLineRows; ++i) {
-    const int64_t row = block * kLineRows + i;
-    rows[i] = row < n ? weight + row * row_stride : zeros;
-  }
+// Packs one block; `rows` are its 16 rows.
+void pack_block(uint32_t* packed, const bf16_t* const* rows, int64_t block, int64_t k) {
   uint32_t* lines = packed + block * ((k + 1) / 2) * kLineWords;
   pack_lines(lines, rows, k / 2);
   if (k % 2 != 0) {
@@ -41,9 +41,11 @@ void pack_block(uint32_t* packed, const bf16_t* weight, int64_t row_stride, int6
 TINYVLLM_INLINE void store_value(const LinearParams& p, int64_t at, float value) {
   if (p.out_is_float) {
     static_cast<float*>(p.out)[at] = value;
-  } else {
-    static_cast<bf16_t*>(p.out)[at] = float_to_bf16(value);
+    return;
   }
+  bf16_t* out = static_cast<bf16_t*>(p.out) + at;
+  if (p.epilogue == Epilogue::kAdd) value += bf16_to_float(*out);
+  *out = float_to_bf16(value);
 }
 
 // The outputs of a block that is cut off by N.
@@ -68,9 +70,37 @@ TINYVLLM_INLINE void store_block(const LinearParams& p, int64_t token, int64_t b
   const int64_t at = token * p.out_stride + n;
   if (p.out_is_float) {
     store16(static_cast<float*>(p.out) + at, acc);
-  } else {
-    store16_bf16(static_cast<bf16_t*>(p.out) + at, acc);
+    return;
   }
+  bf16_t* out = static_cast<bf16_t*>(p.out) + at;
+  if (p.epilogue == Epilogue::kAdd) acc = add(acc, load16_bf16(out));
+  store16_bf16(out, acc);
+}
+
+// x * sigmoid(x); with e = exp(-|x|), which never overflows, sigmoid is 1 / (1 + e) for x >= 0 and
+// e / (1 + e) for x < 0.
+TINYVLLM_INLINE F16 silu(F16 x) {
+  constexpr float kLog2E = 1.44269504f;
+  const F16 e = exp2_nonpositive(mul(max(sub(zero16(), x), x), set16(-kLog2E)));
+  F16 result;
+  for (int part = 0; part < kParts; ++part) {
+    const auto numerator = x.v[part] < 0.0f ? x.v[part] * e.v[part] : x.v[part];
+    result.v[part] = numerator / (e.v[part] + 1.0f);
+  }
+  return result;
+}
+
+// The same for one token's sums of a gated weight: 8 outputs a block.
+template <int kBlocks>
+TINYVLLM_INLINE void store_gated(const LinearParams& p, int64_t token, int64_t block,
+                                 const F16 (&acc)[kBlocks]) {
+  const int64_t n = block * kGatedRows, left = std::min(p.n - n, kBlocks * kGatedRows);
+  F16 gate = low_halves(acc[0], acc[kBlocks - 1]), up = high_halves(acc[0], acc[kBlocks - 1]);
+  if (p.bias != nullptr) {
+    gate = add(gate, load_bf16(p.bias + n, left));
+    up = add(up, load_bf16(p.bias + p.n + n, left));
+  }
+  store_bf16(static_cast<bf16_t*>(p.out) + token * p.out_stride + n, mul(silu(gate), up), left);
 }
 
 // Fetches the same line of `count` blocks at each step.
@@ -109,6 +139,10 @@ void linear_tile(const LinearParams& p, int64_t token, int64_t block, const uint
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
+    if (p.epilogue == Epilogue::kGate) {
+      store_gated(p, token + r, block, acc[r]);
+      continue;
+    }
 #pragma GCC unroll 2
     for (int b = 0; b < kBlocks; ++b) store_block(p, token + r, block + b, acc[r][b]);
   }
@@ -140,7 +174,7 @@ void linear_few_tokens(const LinearParams& p, int64_t begin, int64_t end) {
 
 // Items [begin, end) of the grid panels x token groups, the panel's groups one after the other.
 void linear_many_tokens(const LinearParams& p, int64_t begin, int64_t end) {
-  const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
+  const int64_t blocks = p.blocks;
   const int64_t groups = (p.t + kLinearGroupTokens - 1) / kLinearGroupTokens;
   const int64_t block_words = (p.k + 1) / 2 * kLineWords;
   for (int64_t item = begin; item < end; ++item) {
@@ -175,12 +209,14 @@ void linear_many_tokens(const LinearParams& p, int64_t begin, int64_t end) {
 #include "huge_pages.h"
 #include "isa.h"
 #include "simd.h"
+#include "simd_tail.h"
 #include "thread_pool.h"
 
 namespace tinyvllm::cpu {
 namespace {
 
 constexpr int kLinearPanelBlocks = 2;
+constexpr int64_t kGatedRows = 8;  // of gate, and of up, in a block of a gated weight
 constexpr int kLinearTileTokens = 8;
 constexpr int kLinearGroupTokens = 128;
 
@@ -194,14 +230,18 @@ constexpr int64_t kAheadWords = 16 * 1024 / 4;
 constexpr int64_t kGrainBytes = 64 * 1024;
 constexpr int64_t kRangesPerThread = 2;
 
+// What becomes of a sum (and its bias): out, out + sum, or silu(gate) * up of two of them.
+enum class Epilogue : uint8_t { kStore, kAdd, kGate };
+
 struct LinearParams {
-  void* out;               // [t, n] bf16 or f32
+  void* out;               // [t, n] bf16, or f32 with kStore
   const bf16_t* x;         // [t, k]
-  const uint32_t* packed;  // [ceil(n/16), ceil(k/2), 16] pairs of bf16
-  const bf16_t* bias;      // [n] or nullptr
+  const uint32_t* packed;  // [blocks, ceil(k/2), 16] pairs of bf16
+  const bf16_t* bias;      // [n], [2 n] with kGate, or nullptr
   int64_t out_stride, x_stride;
-  int64_t t, n, k;
+  int64_t t, n, k, blocks;
   bool out_is_float;
+  Epilogue epilogue;
 };
 
 }  // namespace
@@ -212,20 +252,29 @@ struct LinearParams {
 
 namespace tinyvllm::cpu {
 
-void pack_linear(const Tensor& packed, const Tensor& weight) {
-  const int64_t n = weight.shape[0], k = weight.shape[1];
-  const std::vector<bf16_t> zeros(n % kLineRows == 0 ? 0 : k);
+namespace {
+
+// row_of(block, i) is the row of `weight` that becomes row i of a block, or -1: zeros.
+template <typename RowOf>
+void pack(const Tensor& packed, const Tensor& weight, RowOf row_of) {
+  const int64_t k = weight.shape[1];
+  const std::vector<bf16_t> zeros(k);
   advise_huge_pages(packed.data, packed.numel() * sizeof(bf16_t));
-  const auto pack = TINYVLLM_DISPATCH(pack_block);
-  parallel_for((n + kLineRows - 1) / kLineRows, 4, [&](int64_t begin, int64_t end) {
+  const auto kernel = TINYVLLM_DISPATCH(pack_block);
+  parallel_for(packed.shape[0], 4, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      pack(packed.ptr<uint32_t>(), weight.ptr<bf16_t>(), weight.strides[0], block, n, k,
-           zeros.data());
+      const bf16_t* rows[kLineRows];
+      for (int i = 0; i < kLineRows; ++i) {
+        const int64_t row = row_of(block, i);
+        rows[i] = row < 0 ? zeros.data() : weight.ptr<bf16_t>() + row * weight.strides[0];
+      }
+      kernel(packed.ptr<uint32_t>(), rows, block, k);
     }
   });
 }
 
-void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias) {
+void run_linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias,
+                Epilogue epilogue) {
   const LinearParams p{
       .out = out.data,
       .x = x.ptr<bf16_t>(),
@@ -236,24 +285,64 @@ void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tens
       .t = x.shape[0],
       .n = out.shape[1],
       .k = x.shape[1],
+      .blocks = packed.shape[0],
       .out_is_float = out.dtype == DType::kFloat32,
+      .epilogue = epilogue,
   };
   if (p.t == 0 || p.n == 0) return;
-  const int64_t blocks = (p.n + kLineRows - 1) / kLineRows;
   const int64_t block_bytes = std::max<int64_t>(1, (p.k + 1) / 2 * kLineWords * 4);
   const int64_t ranges = kRangesPerThread * num_threads();
   if (p.t <= kLinearTileTokens) {
     const auto kernel = TINYVLLM_DISPATCH(linear_few_tokens);
-    const int64_t grain = std::max({(blocks + ranges - 1) / ranges, kGrainBytes / block_bytes});
-    parallel_for(blocks, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+    const int64_t grain = std::max((p.blocks + ranges - 1) / ranges, kGrainBytes / block_bytes);
+    parallel_for(p.blocks, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
     return;
   }
-  const int64_t panels = (blocks + kLinearPanelBlocks - 1) / kLinearPanelBlocks;
+  const int64_t panels = (p.blocks + kLinearPanelBlocks - 1) / kLinearPanelBlocks;
   const int64_t groups = (p.t + kLinearGroupTokens - 1) / kLinearGroupTokens;
   const auto kernel = TINYVLLM_DISPATCH(linear_many_tokens);
   // With many tokens the weights no longer stream, and small ranges share the work more evenly.
   const int64_t grain = groups == 1 ? (panels + ranges - 1) / ranges : 1;
   parallel_for(panels * groups, grain, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+}
+
+}  // namespace
+
+void pack_linear(const Tensor& packed, const Tensor& weight) {
+  const int64_t n = weight.shape[0];
+  pack(packed, weight, [n](int64_t block, int i) {
+    const int64_t row = block * kLineRows + i;
+    return row < n ? row : -1;
+  });
+}
+
+void pack_gated_linear(const Tensor& packed, const Tensor& weight) {
+  const int64_t n = weight.shape[0] / 2;
+  pack(packed, weight, [n](int64_t block, int i) {
+    const int64_t row = block * kGatedRows + i % kGatedRows;
+    return row >= n ? -1 : i < kGatedRows ? row : n + row;
+  });
+}
+
+void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias) {
+  run_linear(out, x, packed, bias, Epilogue::kStore);
+}
+
+void linear_add(const Tensor& residual, const Tensor& x, const Tensor& packed, const Tensor* bias) {
+  run_linear(residual, x, packed, bias, Epilogue::kAdd);
+}
+
+void norm_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
+                 const Tensor& norm_weight, const Tensor& packed, const Tensor* bias, float eps) {
+  rms_norm(normed, x, norm_weight, eps);
+  run_linear(out, normed, packed, bias, Epilogue::kStore);
+}
+
+void norm_gated_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
+                       const Tensor& norm_weight, const Tensor& packed, const Tensor* bias,
+                       float eps) {
+  rms_norm(normed, x, norm_weight, eps);
+  run_linear(out, normed, packed, bias, Epilogue::kGate);
 }
 
 }  // namespace tinyvllm::cpu

@@ -1,7 +1,4 @@
-// RMS norm, alone and fused with the residual add before it.
-//
-//   rms_norm       out = x * (1 / sqrt(mean(x^2) + eps)) * weight
-//   add_rms_norm   residual = bf16(residual + x), then the same on the rounded residual
+// RMS norm: out = x * (1 / sqrt(mean(x^2) + eps)) * weight.
 //
 // A row is read twice, the second time from L1. Sixteen partial sums, then one fixed tree: a row
 // gives the same bits whatever the other rows are.
@@ -12,33 +9,17 @@
 
 namespace tinyvllm::cpu::TINYVLLM_ISA {
 
-TINYVLLM_INLINE void scale_row(bf16_t* out, const bf16_t* x, const bf16_t* weight, int64_t n,
-                               float sum_of_squares, float eps) {
-  const F16 scale = set16(1.0f / __builtin_sqrtf(sum_of_squares / static_cast<float>(n) + eps));
-  for (int64_t i = 0; i < n; i += 16) {
-    const F16 normed = mul(load_bf16(x + i, n - i), scale);
-    store_bf16(out + i, mul(normed, load_bf16(weight + i, n - i)), n - i);
-  }
-}
-
 void rms_norm_kernel(bf16_t* out, const bf16_t* x, const bf16_t* weight, int64_t n, float eps) {
   F16 sum = zero16();
   for (int64_t i = 0; i < n; i += 16) {
     const F16 v = load_bf16(x + i, n - i);
     sum = add(sum, mul(v, v));
   }
-  scale_row(out, x, weight, n, reduce_add(sum), eps);
-}
-
-void add_rms_norm_kernel(bf16_t* out, bf16_t* residual, const bf16_t* x, const bf16_t* weight,
-                         int64_t n, float eps) {
-  F16 sum = zero16();
+  const F16 scale = set16(1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(n) + eps));
   for (int64_t i = 0; i < n; i += 16) {
-    store_bf16(residual + i, add(load_bf16(residual + i, n - i), load_bf16(x + i, n - i)), n - i);
-    const F16 v = load_bf16(residual + i, n - i);
-    sum = add(sum, mul(v, v));
+    const F16 normed = mul(load_bf16(x + i, n - i), scale);
+    store_bf16(out + i, mul(normed, load_bf16(weight + i, n - i)), n - i);
   }
-  scale_row(out, residual, weight, n, reduce_add(sum), eps);
 }
 
 }  // namespace tinyvllm::cpu::TINYVLLM_ISA
@@ -76,19 +57,6 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float ep
       const int64_t out_at = t * out.strides[0] + (per_head ? h * out.strides[1] : 0);
       const int64_t x_at = t * x.strides[0] + (per_head ? h * x.strides[1] : 0);
       kernel(out.ptr<bf16_t>() + out_at, x.ptr<bf16_t>() + x_at, weight.ptr<bf16_t>(), n, eps);
-    }
-  });
-}
-
-void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,
-                  float eps) {
-  const int64_t n = x.shape[1];
-  const auto kernel = TINYVLLM_DISPATCH(add_rms_norm_kernel);
-  parallel_for(x.shape[0], rows_per_grain(n), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      kernel(out.ptr<bf16_t>() + t * out.strides[0],
-             residual.ptr<bf16_t>() + t * residual.strides[0], x.ptr<bf16_t>() + t * x.strides[0],
-             weight.ptr<bf16_t>(), n, eps);
     }
   });
 }

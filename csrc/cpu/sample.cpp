@@ -27,54 +27,9 @@
 //            of weights that the cut lies in (a pass for each step), then the same among the band
 #ifdef TINYVLLM_ISA
 #include "simd.h"
+#include "simd_tail.h"
 
 namespace tinyvllm::cpu::TINYVLLM_ISA {
-
-// Logits [i, i + 16) of a row; -inf after its end.
-TINYVLLM_INLINE F16 load_logits(const float* x, int64_t i, int64_t n) {
-  if (i + kLineRows <= n) return load16(x + i);
-  float tail[kLineRows];
-  for (int64_t j = 0; j < kLineRows; ++j) {
-    tail[j] = i + j < n ? x[i + j] : -std::numeric_limits<float>::infinity();
-  }
-  return load16(tail);
-}
-
-// The largest of x, NaN ignored; -inf when nothing is left.
-float largest_logit(const float* x, int64_t n) {
-  F16 m[4];
-  for (F16& lane : m) lane = set16(-std::numeric_limits<float>::infinity());
-  int64_t i = 0;
-  for (; i + 4 * kLineRows <= n; i += 4 * kLineRows) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) m[j] = max(load16(x + i + j * kLineRows), m[j]);
-  }
-  for (; i < n; i += kLineRows) m[0] = max(load_logits(x, i, n), m[0]);
-  return reduce_max(max(max(m[0], m[1]), max(m[2], m[3])));
-}
-
-// The ids of the logits >= threshold, ascending, at most `limit` of them. Returns their number.
-int64_t ids_from(int32_t* ids, const float* x, int64_t n, float threshold, int64_t limit) {
-  const F16 bound = set16(threshold);
-  int64_t count = 0;
-  for (int64_t i = 0; i < n && count < limit; i += kLineRows) {
-    uint32_t bits = greater_equal_bits(load_logits(x, i, n), bound);
-    if (i + kLineRows > n) bits &= (1u << (n - i)) - 1;
-    for (; bits != 0 && count < limit; bits &= bits - 1) {
-      ids[count++] = static_cast<int32_t>(i + __builtin_ctz(bits));
-    }
-  }
-  return count;
-}
-
-// The maxima of groups of `length` logits that lie 16 apart. maxima [16 * ceil(n / 16 / length)].
-void group_maxima(float* maxima, const float* x, int64_t n, int64_t length) {
-  for (int64_t i = 0; i < n; maxima += kLineRows) {
-    F16 m = set16(-std::numeric_limits<float>::infinity());
-    for (int64_t j = 0; j < length && i < n; ++j, i += kLineRows) m = max(load_logits(x, i, n), m);
-    store16(maxima, m);
-  }
-}
 
 // The weights of logits [i, i + 16), 0 for those that are not kept.
 TINYVLLM_INLINE F16 weigh(const Weighing& w, F16 logits, int64_t i) {
@@ -135,13 +90,14 @@ Mass mass_from(const float* weights, int64_t n, float least) {
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <limits>
 
 #include "../ops.h"
 #include "isa.h"
+#include "row_scan.h"
 #include "scratch.h"
 #include "simd.h"
+#include "simd_tail.h"
 #include "thread_pool.h"
 
 namespace tinyvllm::cpu {
@@ -210,17 +166,6 @@ bool comes_first(const Candidate& a, const Candidate& b) {
   return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
 }
 
-// A logit that at least k logits reach: the k-th largest of the maxima of more than k groups.
-float lower_bound_of_kth(const float* logits, int64_t n, int64_t k, float* maxima) {
-  const int64_t blocks = (n + kLineRows - 1) / kLineRows;
-  const int64_t length = std::max<int64_t>(1, blocks / ((4 * k + kLineRows - 1) / kLineRows));
-  const int64_t groups = (blocks + length - 1) / length * kLineRows;
-  if (groups < k) return -std::numeric_limits<float>::infinity();
-  TINYVLLM_DISPATCH(group_maxima)(maxima, logits, n, length);
-  std::nth_element(maxima, maxima + (k - 1), maxima + groups, std::greater<float>());
-  return maxima[k - 1];
-}
-
 // The last of the fewest first candidates whose weight reaches `mass`; [first, past) is reordered.
 Candidate last_within_mass(Candidate* first, Candidate* past, double mass) {
   constexpr int64_t kSortBelow = 64;
@@ -277,7 +222,7 @@ class RowSampler {
   }
 
   int32_t draw() {
-    const float largest = TINYVLLM_DISPATCH(largest_logit)(logits_, n_);
+    const float largest = largest_logit(logits_, n_);
     // NaN fails every comparison, so a NaN temperature or top_p is greedy.
     if (!(p_.temperature >= kGreedyBelow) || !std::isfinite(largest) || !(p_.top_p > 0) ||
         p_.top_k == 1) {
@@ -300,7 +245,7 @@ class RowSampler {
  private:
   int32_t first_id(float largest) const {
     int32_t id = 0;
-    TINYVLLM_DISPATCH(ids_from)(&id, logits_, n_, largest, 1);
+    ids_from(&id, logits_, n_, largest, 1);
     return id;
   }
 
@@ -334,7 +279,7 @@ class RowSampler {
 
   void cut_to_top_k() {
     const float bound = lower_bound_of_kth(logits_, n_, p_.top_k, values_);
-    const int64_t count = TINYVLLM_DISPATCH(ids_from)(ids_, logits_, n_, bound, n_);
+    const int64_t count = ids_from(ids_, logits_, n_, bound, n_);
     const int64_t k = std::min(p_.top_k, count);
     for (int64_t i = 0; i < count; ++i) candidates_[i] = {logits_[ids_[i]], 0, ids_[i]};
     std::nth_element(candidates_, candidates_ + (k - 1), candidates_ + count, comes_first);
@@ -373,7 +318,7 @@ class RowSampler {
         from_high = mass;
       }
     }
-    const int64_t count = TINYVLLM_DISPATCH(ids_from)(ids_, values_, n_, low, n_);
+    const int64_t count = ids_from(ids_, values_, n_, low, n_);
     int64_t in_band = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t id = ids_[i];

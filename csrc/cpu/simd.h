@@ -156,6 +156,26 @@ TINYVLLM_INLINE F16 max(F16 a, F16 b) {
   return a;
 }
 
+// The first, or the last, 8 values of a, then the same of b.
+TINYVLLM_INLINE F16 low_halves(F16 a, F16 b) {
+#if defined(TINYVLLM_ISA_AVX512)
+  return {{_mm512_shuffle_f32x4(a.v[0], b.v[0], 0x44)}};
+#else
+  TINYVLLM_EACH_PART(i) a.v[i] = i < kParts / 2 ? a.v[i] : b.v[i - kParts / 2];
+  return a;
+#endif
+}
+TINYVLLM_INLINE F16 high_halves(F16 a, F16 b) {
+#if defined(TINYVLLM_ISA_AVX512)
+  return {{_mm512_shuffle_f32x4(a.v[0], b.v[0], 0xee)}};
+#else
+  TINYVLLM_EACH_PART(i) {
+    if (i < kParts / 2) b.v[i] = a.v[i + kParts / 2];
+  }
+  return b;
+#endif
+}
+
 // Horizontal reductions, in one fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
 #if defined(TINYVLLM_ISA_AVX512)
 #define TINYVLLM_REDUCE(x, op)                                                                    \

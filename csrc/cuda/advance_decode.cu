@@ -4,7 +4,8 @@
 // One thread a sequence. A position outside of the table stores nothing (slot -1).
 #include <cstdint>
 
-#include "device.h"
+#include "async_copy.cuh"
+#include "launch.cuh"
 #include "ops.h"
 
 namespace tinyvllm::cuda {
@@ -12,21 +13,27 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void advance_decode_kernel(int32_t* input_ids, int32_t* positions, int32_t* seq_lens,
-                                      int32_t* step_idx, int32_t* slot_mapping,
-                                      const int32_t* token_ids, const int32_t* block_tables,
-                                      int64_t table_stride, int64_t max_blocks, int64_t num_seqs,
-                                      int block_size) {
+struct Params {
+  int32_t *input_ids, *positions, *seq_lens, *step_idx, *slot_mapping;  // [num_seqs]
+  const int32_t* token_ids;                                             // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, max_blocks], table_stride apart
+  int64_t table_stride, max_blocks, num_seqs;
+  int block_size;
+};
+
+__global__ void advance_decode_kernel(const __grid_constant__ Params p) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
   const int64_t s = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (s >= num_seqs) return;
-  input_ids[s] = token_ids[s];
-  const int32_t position = ++positions[s];
-  ++seq_lens[s];
-  ++step_idx[s];
-  const bool inside = position >= 0 && position < max_blocks * block_size;
-  slot_mapping[s] = inside ? block_tables[s * table_stride + position / block_size] * block_size +
-                                 position % block_size
-                           : -1;
+  if (s >= p.num_seqs) return;
+  p.input_ids[s] = p.token_ids[s];
+  const int32_t position = ++p.positions[s];
+  ++p.seq_lens[s];
+  ++p.step_idx[s];
+  const bool inside = position >= 0 && position < p.max_blocks * p.block_size;
+  const int32_t* table = p.block_tables + s * p.table_stride;
+  p.slot_mapping[s] =
+      inside ? table[position / p.block_size] * p.block_size + position % p.block_size : -1;
 }
 
 }  // namespace
@@ -36,12 +43,19 @@ void advance_decode(const Tensor& input_ids, const Tensor& positions, const Tens
                     const Tensor& block_tables, int block_size, Stream stream) {
   const int64_t num_seqs = input_ids.shape[0];
   if (num_seqs == 0) return;
-  advance_decode_kernel<<<(num_seqs + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-      input_ids.ptr<int32_t>(), positions.ptr<int32_t>(), seq_lens.ptr<int32_t>(),
-      step_idx.ptr<int32_t>(), slot_mapping.ptr<int32_t>(), token_ids.ptr<int32_t>(),
-      block_tables.ptr<int32_t>(), block_tables.strides[0], block_tables.shape[1], num_seqs,
-      block_size);
-  check_launch("advance_decode");
+  const Params p{input_ids.ptr<int32_t>(),
+                 positions.ptr<int32_t>(),
+                 seq_lens.ptr<int32_t>(),
+                 step_idx.ptr<int32_t>(),
+                 slot_mapping.ptr<int32_t>(),
+                 token_ids.ptr<int32_t>(),
+                 block_tables.ptr<int32_t>(),
+                 block_tables.strides[0],
+                 block_tables.shape[1],
+                 num_seqs,
+                 block_size};
+  const auto blocks = static_cast<unsigned>((num_seqs + kThreads - 1) / kThreads);
+  launch_early("advance_decode", advance_decode_kernel, dim3(blocks), kThreads, 0, stream, p);
 }
 
 }  // namespace tinyvllm::cuda

@@ -119,12 +119,30 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// A barrier for all threads of the cluster.
-__device__ __forceinline__ void cluster_sync() {
+// Which cluster of the grid.
+__device__ __forceinline__ int cluster_index() {
+  uint32_t index = 0;
+#if TINYVLLM_BULK_COPY
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return static_cast<int>(index);
+}
+
+// A barrier for all threads of the cluster, in two steps: each thread does both, once.
+__device__ __forceinline__ void cluster_arrive() {
 #if TINYVLLM_BULK_COPY
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if TINYVLLM_BULK_COPY
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 // The address of the same variable in the block of that rank.

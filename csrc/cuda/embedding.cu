@@ -1,37 +1,50 @@
 // out[t] = weight[input_ids[t]].      out [T,H] bf16, input_ids [T] i32, weight [V,H] bf16
 //
 // One block copies one row, 16 bytes a thread and turn.
-#include "device.h"
+#include "async_copy.cuh"
+#include "launch.cuh"
 #include "ops.h"
 #include "vec.cuh"
 
 namespace tinyvllm::cuda {
 namespace {
 
+struct Params {
+  __nv_bfloat16* out;           // [T, hidden_size], out_stride apart
+  const int32_t* input_ids;     // [T]
+  const __nv_bfloat16* weight;  // [num_rows, hidden_size], weight_stride apart
+  int64_t out_stride, weight_stride;
+  int64_t num_rows, hidden_size;
+};
+
 template <int kVec>
-__global__ void embedding_kernel(__nv_bfloat16* out, const int32_t* input_ids,
-                                 const __nv_bfloat16* weight, int64_t out_stride,
-                                 int64_t weight_stride, int64_t vocab_size, int64_t hidden_size) {
-  const int64_t t = blockIdx.x;
-  const int64_t id = input_ids[t];
-  if (id >= 0 && id < vocab_size) {
-    copy_row<kVec>(out + t * out_stride, weight + id * weight_stride, hidden_size);
+__global__ void embedding_kernel(const __grid_constant__ Params p) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int64_t to = blockIdx.x, from = p.input_ids[to];
+  __nv_bfloat16* out = p.out + to * p.out_stride;
+  if (from >= 0 && from < p.num_rows) {
+    copy_row<kVec>(out, p.weight + from * p.weight_stride, p.hidden_size);
   } else {
-    fill_row_nan(out + t * out_stride, hidden_size);
+    fill_row_nan(out, p.hidden_size);
   }
 }
 
 }  // namespace
 
 void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight, Stream stream) {
-  const int64_t num_tokens = out.shape[0], hidden_size = out.shape[1];
   if (out.numel() == 0) return;
-  const bool vec = vectorizable(hidden_size, {&out, &weight});
+  const Params p{out.ptr<__nv_bfloat16>(),
+                 input_ids.ptr<int32_t>(),
+                 weight.ptr<__nv_bfloat16>(),
+                 out.strides[0],
+                 weight.strides[0],
+                 weight.shape[0],
+                 out.shape[1]};
+  const bool vec = vectorizable(p.hidden_size, {&out, &weight});
   const auto kernel = vec ? embedding_kernel<8> : embedding_kernel<1>;
-  kernel<<<num_tokens, threads_for(hidden_size, vec ? 8 : 1), 0, stream>>>(
-      out.ptr<__nv_bfloat16>(), input_ids.ptr<int32_t>(), weight.ptr<__nv_bfloat16>(),
-      out.strides[0], weight.strides[0], weight.shape[0], hidden_size);
-  check_launch("embedding");
+  launch_early("embedding", kernel, dim3(static_cast<unsigned>(out.shape[0])),
+               threads_for(p.hidden_size, vec ? 8 : 1), 0, stream, p);
 }
 
 }  // namespace tinyvllm::cuda

@@ -1,6 +1,10 @@
 // out[t][n] = sum over k of x[t][k] * weight[n][k] (+ bias[n]), for up to 16 tokens: the weight is
 // read once, so this kernel is a stream of weights at the speed of the memory.
 //
+// What stands around a linear in a model is fused: rms_norm of x where a block holds all of K (else
+// its kernel runs before), out += the sum, or silu(gate) * up, where a strip is 8 rows of gate and
+// the 8 rows of up that belong to them.
+//
 // Layout. pack_linear cuts the weight into tiles of 16 output rows x 32 inputs, 1 KiB each:
 //
 //     packed [ceil(N/16) strips][ceil(K/32) tiles][16 rows][4 octets][8] bf16, zero padded
@@ -26,26 +30,30 @@
 // A chunk is half of the warp's share of one strip, at most 4 KiB. No warp waits for another until
 // the partial sums. The ring of a kernel is filled before it waits for the kernels before it, and
 // it lets the next kernel start before its own end, so that the memory idles less at the border:
-// how much is left there is in NOTES.md. More than 16 tokens are several launches.
+// how much is left there is in NOTES.md. More than 16 tokens go to gemm.cu.
 //
 // Every output is summed in one order, fixed by N and K: the bits of a row depend neither on the
-// number of tokens nor on the other rows.
+// number of tokens, up to 16, nor on the other rows.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
 #include "async_copy.cuh"
 #include "device.h"
+#include "gemm.h"
 #include "ops.h"
+#include "tensor_cores.cuh"
 
 namespace tinyvllm::cuda {
 namespace {
 
 constexpr int kStripRows = 16;
+constexpr int kGatedRows = 8;  // of gate, and of up, in a strip of a gated weight
 constexpr int kTileK = 32;
 constexpr int kTileBytes = kStripRows * kTileK * 2;
 constexpr int kMaxTokens = 16;
@@ -58,20 +66,37 @@ constexpr int kPartials = 2;  // strips whose partial sums may wait for the nint
 constexpr int kGathers = 2;   // the same between the blocks of a cluster
 constexpr int kMaxRing = 16;
 constexpr int kMaxCluster = 8;
+constexpr int kMaxDevices = 64;
+
+using Epilogue = GemmEpilogue;
+
+// `total` things in `parts` runs of equal length, up to one: divided on the host.
+struct Share {
+  int each, extra;
+
+  Share() = default;
+  Share(int total, int parts) : each(total / parts), extra(total % parts) {}
+  __device__ int begin(int part) const { return part * each + min(part, extra); }
+};
 
 struct LinearParams {
-  void* out;                  // [t, n] bf16 or f32
+  void* out;                  // [t, n] bf16, or f32 with kStore
   const __nv_bfloat16* x;     // [t, k]
   const char* packed;         // [strips, tiles, 1 KiB]
-  const __nv_bfloat16* bias;  // [n] or nullptr
+  const __nv_bfloat16* bias;  // [n], [2, n] with kGate, or nullptr
   int64_t out_stride, x_stride;
   int t, n, k;
-  uint32_t strips, tiles;
+  const __nv_bfloat16* norm_weight;  // [k] or nullptr
+  float eps;
+  Share strips;      // of the weight, over the clusters
+  Share tiles;       // of K, over the warps of a cluster and their passes
+  int row_tiles;     // of a strip
   uint32_t cluster;  // blocks that share K
   int passes;        // over x, where a cluster of warps cannot hold it
   int ring;          // chunks
   int early;         // chunks not yet asked for when the next kernel may start
   bool out_is_float, x_is_aligned;
+  Epilogue epilogue;
 };
 
 // ---- Shared memory ----------------------------------------------------------------------------
@@ -137,14 +162,14 @@ __device__ __noinline__ uint4 load_odd_octet(const __nv_bfloat16* from, int left
 }
 
 // A lane's part of the x of a warp: an octet of `tiles` tiles from k on, of tokens g, g + 8.
-template <int kTokens>
+template <int kTokens, bool kAligned>
 __device__ __forceinline__ void load_x(uint4 (&x)[kTokens / 8][kWarpTiles], const LinearParams& p,
                                        int g, int k, int tiles) {
   const __nv_bfloat16* row = p.x + g * p.x_stride + k;
   const auto left = [&](int half, int i) {
     return g + 8 * half < p.t && i < tiles ? p.k - k - i * kTileK : 0;
   };
-  if (p.x_is_aligned) {
+  if (kAligned || p.x_is_aligned) {
 #pragma unroll
     for (int half = 0; half < kTokens / 8; ++half) {
 #pragma unroll
@@ -177,6 +202,12 @@ __device__ __forceinline__ float4 add_up(const float4* from, int stride, int cou
   return sum;
 }
 
+// What out holds before, if it is added to.
+__device__ __forceinline__ float load_value(const LinearParams& p, int token, int n) {
+  if (p.epilogue != Epilogue::kAdd || token >= p.t || n >= p.n) return 0.0f;
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(p.out)[token * p.out_stride + n]);
+}
+
 __device__ __forceinline__ void store_value(const LinearParams& p, int token, int n, float value) {
   if (token >= p.t || n >= p.n) return;
   const int64_t at = token * p.out_stride + n;
@@ -186,6 +217,56 @@ __device__ __forceinline__ void store_value(const LinearParams& p, int token, in
     static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(value);
   }
 }
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// x = rms_norm(x), rounded to bf16. The 8 warps hold all of K; `weight` is laid out as x is.
+// sums [kWarps][kTokens] is scratch of the block.
+template <int kTokens>
+__device__ __forceinline__ void normalize(uint4 (&x)[kTokens / 8][kWarpTiles],
+                                          const uint4 (&weight)[kWarpTiles], float (*sums)[kTokens],
+                                          int k, float eps, int warp, int lane) {
+  const int g = lane / 4;
+#pragma unroll
+  for (int half = 0; half < kTokens / 8; ++half) {
+    float sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const uint32_t words[4] = {x[half][i].x, x[half][i].y, x[half][i].z, x[half][i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float low = low_half(words[j]), high = high_half(words[j]);
+        sum[j] += low * low + high * high;
+      }
+    }
+    float all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    if (lane % 4 == 0) sums[warp][8 * half + g] = all;
+  }
+  asm volatile("bar.sync 1, %0;" ::"n"(kWarps * 32) : "memory");  // the consumers alone
+#pragma unroll
+  for (int half = 0; half < kTokens / 8; ++half) {
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) all += sums[i][8 * half + g];
+    const float scale = 1.0f / sqrtf(all / static_cast<float>(k) + eps);
+    const auto scaled = [scale](uint32_t v, uint32_t w) {
+      return pack_bf16(low_half(v) * scale * low_half(w), high_half(v) * scale * high_half(w));
+    };
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const uint4 v = x[half][i], w = weight[i];
+      x[half][i] = {scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w)};
+    }
+  }
+}
+
+// exp(-x) overflows to infinity for x < -88, where x / inf is the zero that is wanted.
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 // A position in a ring of `size` and the parity of its barrier's phase.
 struct Cursor {
@@ -202,12 +283,13 @@ struct Cursor {
 
 // ---- The kernel -------------------------------------------------------------------------------
 
-// 96 registers a thread, so that two blocks fit on a multiprocessor where shared memory lets them;
-// with rings of 4 chunks it does not. Dynamic shared memory: SharedPlan.
-template <int kTokens, bool kOnePass>
-__global__ void __launch_bounds__((kWarps + 2) * 32, 2)
+// One block a multiprocessor: rings of 4 chunks leave no room for two. Dynamic shared memory:
+// SharedPlan. kNorm: one block holds all of K.
+template <int kTokens, bool kOnePass, bool kNorm>
+__global__ void __launch_bounds__((kWarps + 2) * 32, 1)
     linear_kernel(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(1024) char shared[];
+  __shared__ float norm_sums[kWarps][kTokens];
   constexpr int kHalves = kTokens / 8;
   const SharedPlan<kTokens> plan(p.ring, p.cluster);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -221,23 +303,20 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
   const uint32_t gather_empty = gather_full + 8 * kGathers;  // [kMaxCluster][kGathers]
 
   // The strips of this cluster.
-  const uint32_t clusters = gridDim.x / p.cluster, cluster = blockIdx.x / p.cluster;
-  const int begin = static_cast<int>(cluster * p.strips / clusters);
-  const int strips = static_cast<int>((cluster + 1) * p.strips / clusters) - begin;
+  const int cluster = p.cluster > 1 ? cluster_index() : static_cast<int>(blockIdx.x);
+  const int begin = p.strips.begin(cluster), strips = p.strips.begin(cluster + 1) - begin;
 
   // The tiles of K of this warp, pass by pass.
   const int passes = kOnePass ? 1 : p.passes;
-  const uint32_t slices = p.cluster * kWarps * passes;
   const auto first_tile = [&](int pass, int of_warp) {
-    const uint32_t slice = (pass * p.cluster + rank) * kWarps + of_warp;
-    return static_cast<int>(slice * p.tiles / slices);
+    return p.tiles.begin(static_cast<int>((pass * p.cluster + rank) * kWarps + of_warp));
   };
   int first = first_tile(0, warp), tiles = first_tile(0, warp + 1) - first;
   const int turns = strips * passes, items = turns * kChunks;
 
   // The chunks of this warp, in the order of their requests: by strip, by pass, then by K.
   const uint32_t ring = base + warp * p.ring * kChunkBytes;
-  const int64_t strip_bytes = static_cast<int64_t>(p.tiles) * kTileBytes;
+  const int64_t strip_bytes = static_cast<int64_t>(p.row_tiles) * kTileBytes;
   const char* next = p.packed + begin * strip_bytes + first * kTileBytes;
   int next_part = 0, next_tiles = tiles, next_turn = 0;
   const auto skip_chunk = [&] {
@@ -276,19 +355,27 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
     if (lane < kGathers * kMaxCluster) barrier_init(gather_empty + 8 * lane, 1);
     fence_barrier_init();
   }
-  if (p.cluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  if (p.cluster > 1) cluster_arrive();  // the barriers are there: waited for before their use
+  __syncthreads();
   if (p.ring + p.early >= items) let_next_kernel_start();
+  uint4 norm_weight[kWarpTiles];
+  if (kNorm && warp < kWarps) {
+    const __nv_bfloat16* from = p.norm_weight + first * kTileK + c * 8;
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const int left = i < tiles ? p.k - first * kTileK - c * 8 - i * kTileK : 0;
+      norm_weight[i] = load_if(left > 0, from + i * kTileK);
+    }
+  }
   wait_for_previous_kernels();
 
   auto* partials = reinterpret_cast<float4*>(shared + plan.partials);
   auto* gathers = reinterpret_cast<float4*>(shared + plan.gathers);
   if (warp < kWarps) {
     uint4 x[kHalves][kWarpTiles];
-    if (kOnePass) load_x<kTokens>(x, p, g, first * kTileK + c * 8, tiles);
+    if (kOnePass) load_x<kTokens, kNorm>(x, p, g, first * kTileK + c * 8, tiles);
+    if (kNorm) normalize<kTokens>(x, norm_weight, norm_sums, p.k, p.eps, warp, lane);
+    if (p.cluster > 1) cluster_wait();
     float acc[kHalves][4] = {};
     Cursor slot, partial;
     int item = 0;
@@ -297,7 +384,7 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
       if (!kOnePass) {
         first = first_tile(turn % passes, warp);
         tiles = first_tile(turn % passes, warp + 1) - first;
-        load_x<kTokens>(x, p, g, first * kTileK + c * 8, tiles);
+        load_x<kTokens, kNorm>(x, p, g, first * kTileK + c * 8, tiles);
       }
 #pragma unroll
       for (int part = 0; part < kChunks; ++part) {
@@ -340,15 +427,26 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
     return;
   }
 
+  if (p.cluster > 1) cluster_wait();
   // Of strip i of the cluster, block i % cluster is the owner: it adds up the sums of the blocks.
   Cursor partial, gather;
   uint32_t owner = 0;
   for (int i = 0; i < strips; ++i) {
-    const int n = (begin + i) * kStripRows + g;
-    float bias[2] = {0.0f, 0.0f};
+    const bool gated = p.epilogue == Epilogue::kGate;
+    const int n = (begin + i) * (gated ? kGatedRows : kStripRows) + g;
+    float bias[2] = {0.0f, 0.0f};  // of this lane's rows g and g + 8
     if (p.bias != nullptr) {
       if (n < p.n) bias[0] = __bfloat162float(p.bias[n]);
-      if (n + 8 < p.n) bias[1] = __bfloat162float(p.bias[n + 8]);
+      const int second = gated ? p.n + n : n + 8;
+      if (gated ? n < p.n : second < p.n) bias[1] = __bfloat162float(p.bias[second]);
+    }
+    const bool stores = owner == rank && (warp > kWarps || p.cluster == 1);
+    float old[kHalves][4] = {};  // asked for before the wait for the sums
+    if (stores) {
+#pragma unroll
+      for (int j = 0; j < 4 * kHalves; ++j) {
+        old[j / 4][j % 4] = load_value(p, j / 4 * 8 + 2 * c + j % 2, n + j % 4 / 2 * 8);
+      }
     }
     const int place = gather.at * p.cluster * kHalves * 32 + lane;  // of block 0's sums
     float4 sums[kHalves];
@@ -386,14 +484,19 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
         barrier_arrive_remote(in_block(gather_empty + 8 * (rank * kGathers + gather.at), lane));
       }
     }
-    if (owner == rank && (warp > kWarps || p.cluster == 1)) {
+    if (stores) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int token = 8 * half + 2 * c;
-        store_value(p, token, n, sums[half].x + bias[0]);
-        store_value(p, token + 1, n, sums[half].y + bias[0]);
-        store_value(p, token, n + 8, sums[half].z + bias[1]);
-        store_value(p, token + 1, n + 8, sums[half].w + bias[1]);
+        if (gated) {
+          store_value(p, token, n, silu(sums[half].x + bias[0]) * (sums[half].z + bias[1]));
+          store_value(p, token + 1, n, silu(sums[half].y + bias[0]) * (sums[half].w + bias[1]));
+          continue;
+        }
+        store_value(p, token, n, sums[half].x + bias[0] + old[half][0]);
+        store_value(p, token + 1, n, sums[half].y + bias[0] + old[half][1]);
+        store_value(p, token, n + 8, sums[half].z + bias[1] + old[half][2]);
+        store_value(p, token + 1, n + 8, sums[half].w + bias[1] + old[half][3]);
       }
     }
     if (++owner == p.cluster) {
@@ -403,20 +506,23 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 2)
   }
 }
 
-// One thread per octet of the packed weight.
+// One thread per octet of the packed weight. n: rows of the weight, of one half if it is gated.
 __global__ void pack_linear_kernel(uint4* packed, const __nv_bfloat16* weight, int64_t row_stride,
                                    int64_t n, int64_t k, int64_t tiles, int64_t octets,
-                                   bool is_aligned) {
+                                   bool is_gated, bool is_aligned) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < octets;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int64_t place = i % 4, r = i / 4 % kStripRows, tile = i / (4 * kStripRows) % tiles;
-    const int64_t row = i / (4 * kStripRows * tiles) * kStripRows + r;
+    const int64_t strip = i / (4 * kStripRows * tiles);
+    const int64_t of_half = strip * kGatedRows + r % kGatedRows;
+    const bool exists = is_gated ? of_half < n : strip * kStripRows + r < n;
+    const int64_t row = !is_gated ? strip * kStripRows + r : r < kGatedRows ? of_half : n + of_half;
     const int64_t first = tile * kTileK + (place ^ (r / 2 % 4)) * 8;
     const __nv_bfloat16* from = weight + row * row_stride + first;
     uint4 octet = {0, 0, 0, 0};
-    if (row < n && is_aligned && first + 8 <= k) {
+    if (exists && is_aligned && first + 8 <= k) {
       octet = *reinterpret_cast<const uint4*>(from);
-    } else if (row < n) {
+    } else if (exists) {
       auto* values = reinterpret_cast<__nv_bfloat16*>(&octet);
       for (int j = 0; j < 8 && first + j < k; ++j) values[j] = from[j];
     }
@@ -444,15 +550,44 @@ struct LinearPlan {
   int cluster, passes, clusters, ring, early;
 };
 
+// Clusters of that many blocks that run at once, one block a multiprocessor: fewer than a division
+// says, since a cluster lies within one of the GPU's groups of multiprocessors.
+int max_clusters(int cluster) {
+  const int processors = attribute(cudaDevAttrMultiProcessorCount);
+  if (cluster == 1) return processors;
+  static std::atomic<int> known[kMaxDevices][kMaxCluster + 1];
+  int device = 0;
+  check(cudaGetDevice(&device), "device");
+  std::atomic<int>* entry = device < kMaxDevices ? &known[device][cluster] : nullptr;
+  if (entry != nullptr && entry->load() != 0) return entry->load();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(processors / cluster * cluster));
+  config.blockDim = dim3(32 * (kWarps + 2));
+  config.dynamicSmemBytes = SharedPlan<8>(4, cluster).bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  const auto kernel = linear_kernel<8, true, false>;
+  int count = 0;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(config.dynamicSmemBytes)),
+        "shared memory");
+  check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "clusters");
+  count = std::clamp(count, 1, std::max(1, processors / cluster));
+  if (entry != nullptr) entry->store(count);
+  return count;
+}
+
 LinearPlan plan_linear(int strips, int tiles) {
   constexpr int block_tiles = kWarps * kWarpTiles;
   const auto blocks_for = [](int n, int each) { return std::max(1, (n + each - 1) / each); };
   const bool has_clusters = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  const int processors = attribute(cudaDevAttrMultiProcessorCount);
   LinearPlan plan{};
   plan.cluster = has_clusters ? std::min(blocks_for(tiles, block_tiles), kMaxCluster) : 1;
   plan.passes = blocks_for(tiles, block_tiles * plan.cluster);
-  plan.clusters = std::min(strips, std::max(1, processors / plan.cluster));
+  plan.clusters = std::min(strips, max_clusters(plan.cluster));
   // What was fastest on an H200 (NOTES.md), or as much of it as fits.
   const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int rest = SharedPlan<kMaxTokens>(0, plan.cluster).bytes;
@@ -462,10 +597,11 @@ LinearPlan plan_linear(int strips, int tiles) {
 }
 
 template <int kTokens>
-void launch(LinearParams p, const LinearPlan& plan, Stream stream) {
+void launch(const LinearParams& p, const LinearPlan& plan, Stream stream) {
   const SharedPlan<kTokens> shared(plan.ring, plan.cluster);
-  const auto kernel =
-      plan.passes == 1 ? linear_kernel<kTokens, true> : linear_kernel<kTokens, false>;
+  const auto kernel = p.norm_weight != nullptr ? linear_kernel<kTokens, true, true>
+                      : plan.passes == 1       ? linear_kernel<kTokens, true, false>
+                                               : linear_kernel<kTokens, false, false>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.bytes),
         "shared memory");
   // The kernels of a step share multiprocessors only if they divide L1 and shared memory alike.
@@ -488,10 +624,6 @@ void launch(LinearParams p, const LinearPlan& plan, Stream stream) {
     attributes[config.numAttrs].val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
     ++config.numAttrs;
   }
-  p.cluster = plan.cluster;
-  p.passes = plan.passes;
-  p.ring = plan.ring;
-  p.early = plan.early;
   check(cudaLaunchKernelEx(&config, kernel, p), "launch");
   check_launch("linear");
 }
@@ -500,8 +632,63 @@ bool is_multiple(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-LinearParams params_of(const Tensor& out, const Tensor& x, const Tensor& packed,
-                       const Tensor* bias) {
+void pack(const Tensor& packed, const Tensor& weight, bool is_gated, Stream stream) {
+  const int64_t n = weight.shape[0] / (is_gated ? 2 : 1), k = weight.shape[1];
+  const int64_t tiles = packed.shape[1], octets = packed.numel() / 8;
+  if (octets == 0) return;
+  const bool is_aligned = is_multiple(weight.data, 16) && weight.strides[0] % 8 == 0;
+  const int64_t blocks = std::min<int64_t>((octets + 255) / 256, 1 << 16);
+  pack_linear_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
+      packed.ptr<uint4>(), weight.ptr<__nv_bfloat16>(), weight.strides[0], n, k, tiles, octets,
+      is_gated, is_aligned);
+  check_launch("pack_linear");
+}
+
+// A norm in front of a linear: its weight, and room for its result where it is not fused.
+struct Norm {
+  const Tensor& normed;
+  const Tensor& weight;
+  float eps;
+};
+
+// More tokens than a launch of this kernel takes.
+void run_gemm(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias,
+              Epilogue epilogue, Stream stream) {
+  GemmParams p{};
+  p.out = out.data;
+  p.x = x.ptr<__nv_bfloat16>();
+  p.packed = packed.data;
+  p.bias = bias == nullptr ? nullptr : bias->ptr<__nv_bfloat16>();
+  p.out_stride = out.strides[0];
+  p.x_stride = x.strides[0];
+  p.t = static_cast<int>(x.shape[0]);
+  p.n = static_cast<int>(out.shape[1]);
+  p.k = static_cast<int>(x.shape[1]);
+  p.out_is_float = out.dtype == DType::kFloat32;
+  p.epilogue = epilogue;
+  gemm(p, stream);
+}
+
+void run_linear(const Tensor& out, const Tensor& x, const Norm* norm, const Tensor& packed,
+                const Tensor* bias, Epilogue epilogue, Stream stream) {
+  if (out.numel() == 0) return;
+  const int strips = static_cast<int>(packed.shape[0]), tiles = static_cast<int>(packed.shape[1]);
+  const LinearPlan plan = plan_linear(strips, tiles);
+  const auto is_aligned = [](const Tensor& t) {
+    return is_multiple(t.data, 16) && t.shape[t.ndim - 1] % 8 == 0 &&
+           (t.ndim == 1 || t.strides[0] % 8 == 0);
+  };
+  const bool is_small = x.shape[0] <= kMaxTokens;
+  const bool can_norm = plan.cluster == 1 && plan.passes == 1 && is_aligned(x) && is_small;
+  if (norm != nullptr && !(can_norm && is_aligned(norm->weight))) {
+    rms_norm(norm->normed, x, norm->weight, norm->eps, stream);
+    run_linear(out, norm->normed, nullptr, packed, bias, epilogue, stream);
+    return;
+  }
+  if (!is_small) {
+    run_gemm(out, x, packed, bias, epilogue, stream);
+    return;
+  }
   LinearParams p{};
   p.out = out.data;
   p.x = x.ptr<__nv_bfloat16>();
@@ -510,42 +697,57 @@ LinearParams params_of(const Tensor& out, const Tensor& x, const Tensor& packed,
   p.out_stride = out.strides[0];
   p.x_stride = x.strides[0];
   p.k = static_cast<int>(x.shape[1]);
-  p.t = static_cast<int>(x.shape[0]);
   p.n = static_cast<int>(out.shape[1]);
-  p.strips = static_cast<uint32_t>((out.shape[1] + kStripRows - 1) / kStripRows);
-  p.tiles = static_cast<uint32_t>((x.shape[1] + kTileK - 1) / kTileK);
+  if (norm != nullptr) {
+    p.norm_weight = norm->weight.ptr<__nv_bfloat16>();
+    p.eps = norm->eps;
+  }
+  p.strips = Share(strips, plan.clusters);
+  p.tiles = Share(tiles, plan.cluster * kWarps * plan.passes);
+  p.row_tiles = tiles;
+  p.cluster = plan.cluster;
+  p.passes = plan.passes;
+  p.ring = plan.ring;
+  p.early = plan.early;
   p.out_is_float = out.dtype == DType::kFloat32;
-  p.x_is_aligned = is_multiple(p.x, 16) && p.k % 8 == 0 && (p.t == 1 || p.x_stride % 8 == 0);
-  return p;
+  p.x_is_aligned = is_aligned(x);
+  p.epilogue = epilogue;
+  p.t = static_cast<int>(x.shape[0]);
+  p.t <= 8 ? launch<8>(p, plan, stream) : launch<16>(p, plan, stream);
 }
 
 }  // namespace
 
 void pack_linear(const Tensor& packed, const Tensor& weight, Stream stream) {
-  const int64_t n = weight.shape[0], k = weight.shape[1], row_stride = weight.strides[0];
-  const int64_t tiles = (k + kTileK - 1) / kTileK;
-  const int64_t octets = (n + kStripRows - 1) / kStripRows * tiles * (kTileBytes / 16);
-  if (octets == 0) return;
-  const bool is_aligned = is_multiple(weight.data, 16) && row_stride % 8 == 0;
-  const int64_t blocks = std::min<int64_t>((octets + 255) / 256, 1 << 16);
-  pack_linear_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
-      packed.ptr<uint4>(), weight.ptr<__nv_bfloat16>(), row_stride, n, k, tiles, octets,
-      is_aligned);
-  check_launch("pack_linear");
+  pack(packed, weight, false, stream);
+}
+
+void pack_gated_linear(const Tensor& packed, const Tensor& weight, Stream stream) {
+  pack(packed, weight, true, stream);
 }
 
 void linear(const Tensor& out, const Tensor& x, const Tensor& packed, const Tensor* bias,
             Stream stream) {
-  LinearParams p = params_of(out, x, packed, bias);
-  if (out.numel() == 0) return;
-  const LinearPlan plan = plan_linear(p.strips, p.tiles);
-  const int out_size = p.out_is_float ? 4 : 2;
-  for (int64_t first = 0; first < x.shape[0]; first += kMaxTokens) {
-    p.t = static_cast<int>(std::min<int64_t>(x.shape[0] - first, kMaxTokens));
-    p.x = x.ptr<__nv_bfloat16>() + first * p.x_stride;
-    p.out = out.ptr<char>() + first * p.out_stride * out_size;
-    p.t <= 8 ? launch<8>(p, plan, stream) : launch<16>(p, plan, stream);
-  }
+  run_linear(out, x, nullptr, packed, bias, Epilogue::kStore, stream);
+}
+
+void linear_add(const Tensor& residual, const Tensor& x, const Tensor& packed, const Tensor* bias,
+                Stream stream) {
+  run_linear(residual, x, nullptr, packed, bias, Epilogue::kAdd, stream);
+}
+
+void norm_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
+                 const Tensor& norm_weight, const Tensor& packed, const Tensor* bias, float eps,
+                 Stream stream) {
+  const Norm norm{normed, norm_weight, eps};
+  run_linear(out, x, &norm, packed, bias, Epilogue::kStore, stream);
+}
+
+void norm_gated_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
+                       const Tensor& norm_weight, const Tensor& packed, const Tensor* bias,
+                       float eps, Stream stream) {
+  const Norm norm{normed, norm_weight, eps};
+  run_linear(out, x, &norm, packed, bias, Epilogue::kGate, stream);
 }
 
 }  // namespace tinyvllm::cuda

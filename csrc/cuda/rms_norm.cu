@@ -1,7 +1,4 @@
-// RMS norm, alone and fused with the residual add before it.
-//
-//   rms_norm       out = x * (1 / sqrt(mean(x^2) + eps)) * weight     [T,H] or [T,heads,head_dim]
-//   add_rms_norm   residual = bf16(residual + x), then the same on the rounded residual
+// RMS norm: out = x * (1 / sqrt(mean(x^2) + eps)) * weight.     [T,H] or [T,heads,head_dim]
 //
 // One block per row (blockIdx.x the token, .y the head), 16 bytes a thread and turn; the second
 // look at the row comes from L1. The sum of squares goes through a tree whose shape depends on n
@@ -59,29 +56,6 @@ __global__ void rms_norm_kernel(__nv_bfloat16* out, const __nv_bfloat16* x,
                   eps);
 }
 
-template <int kVec>
-__global__ void add_rms_norm_kernel(__nv_bfloat16* out, __nv_bfloat16* residual,
-                                    const __nv_bfloat16* x, const __nv_bfloat16* weight, int64_t n,
-                                    int64_t out_stride, int64_t residual_stride, int64_t x_stride,
-                                    float eps) {
-  const int64_t t = blockIdx.x;
-  __nv_bfloat16* row = residual + t * residual_stride;
-  float sum = 0.0f;
-  for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
-    float v[kVec], added[kVec];
-    load(v, row + i);
-    load(added, x + t * x_stride + i);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      v[j] = __bfloat162float(__float2bfloat16_rn(v[j] + added[j]));
-      sum += v[j] * v[j];
-    }
-    store(row + i, v);
-  }
-  // Each thread reads back only what it stored itself.
-  scale_row<kVec>(out + t * out_stride, row, weight, n, block_sum(sum), eps);
-}
-
 }  // namespace
 
 void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps, Stream stream) {
@@ -96,18 +70,6 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float ep
       out.strides[0], per_head ? out.strides[1] : 0, x.strides[0], per_head ? x.strides[1] : 0,
       eps);
   check_launch("rms_norm");
-}
-
-void add_rms_norm(const Tensor& out, const Tensor& residual, const Tensor& x, const Tensor& weight,
-                  float eps, Stream stream) {
-  if (out.numel() == 0) return;
-  const int64_t n = x.shape[1];
-  const bool vec = vectorizable(n, {&out, &residual, &x, &weight});
-  const auto kernel = vec ? add_rms_norm_kernel<8> : add_rms_norm_kernel<1>;
-  kernel<<<x.shape[0], threads_for(n, vec ? 8 : 1), 0, stream>>>(
-      out.ptr<__nv_bfloat16>(), residual.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(),
-      weight.ptr<__nv_bfloat16>(), n, out.strides[0], residual.strides[0], x.strides[0], eps);
-  check_launch("add_rms_norm");
 }
 
 }  // namespace tinyvllm::cuda

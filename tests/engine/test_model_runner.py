@@ -113,7 +113,7 @@ class Steps:
         """Runs one step; its logits [R, V], a copy."""
         schedule = self.scheduler.schedule()
         batch = self.builder.build(schedule)
-        output = self.runner.launch(batch)
+        output = self.runner.launch(batch).result()
         logits = self.runner._buffers.logits[: batch.num_logits].clone()
         self.scheduler.update(schedule, output.token_ids)
         return logits

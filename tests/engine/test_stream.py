@@ -265,7 +265,7 @@ async def test_a_lagging_reader_is_paused_and_resumed(
         while engine.stats().num_paused == 0:
             await engine.generate(prompts[1], GREEDY).text()
         generated = slow.usage.completion_tokens
-        assert 8 < generated <= 10  # a step was under way when it was paused
+        assert 8 < generated <= 11  # two steps were under way when it was paused
         await engine.generate(prompts[1], GREEDY).text()
         assert slow.usage.completion_tokens == generated
         ids = [token.id async for token in slow]

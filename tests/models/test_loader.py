@@ -29,6 +29,9 @@ class PlainOps:
     def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
+    def pack_gated_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
 
 def load(
     path: Path,

@@ -20,12 +20,6 @@ BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 SHAPES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
     "embedding": {"out": ((3, 8), BF16), "input_ids": ((3,), I32), "weight": ((5, 8), BF16)},
     "rms_norm": {"out": ((3, 8), BF16), "x": ((3, 8), BF16), "weight": ((8,), BF16)},
-    "add_rms_norm": {
-        "out": ((3, 8), BF16),
-        "residual": ((3, 8), BF16),
-        "x": ((3, 8), BF16),
-        "weight": ((8,), BF16),
-    },
     "rotary_embedding_store_kv": {
         "q": ((3, 4, 16), BF16),
         "k": ((3, 2, 16), BF16),
@@ -45,13 +39,35 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "cu_seqlens_q": ((3,), I32),
         "seq_lens": ((2,), I32),
     },
-    "silu_and_mul": {"out": ((3, 8), BF16), "gate_up": ((3, 16), BF16)},
     "pack_linear": {"packed": ((2, 3, 16, 2), BF16), "weight": ((20, 5), BF16)},
+    "pack_gated_linear": {"packed": ((3, 3, 16, 2), BF16), "weight": ((40, 5), BF16)},
     "linear": {
         "out": ((3, 20), BF16),
         "x": ((3, 5), BF16),
         "packed": ((2, 3, 16, 2), BF16),
         "bias": ((20,), BF16),
+    },
+    "linear_add": {
+        "residual": ((3, 20), BF16),
+        "x": ((3, 5), BF16),
+        "packed": ((2, 3, 16, 2), BF16),
+        "bias": ((20,), BF16),
+    },
+    "norm_linear": {
+        "out": ((3, 20), BF16),
+        "normed": ((3, 5), BF16),
+        "x": ((3, 5), BF16),
+        "norm_weight": ((5,), BF16),
+        "packed": ((2, 3, 16, 2), BF16),
+        "bias": ((20,), BF16),
+    },
+    "norm_gated_linear": {
+        "out": ((3, 20), BF16),
+        "normed": ((3, 5), BF16),
+        "x": ((3, 5), BF16),
+        "norm_weight": ((5,), BF16),
+        "packed": ((3, 3, 16, 2), BF16),
+        "bias": ((40,), BF16),
     },
     "gather_rows": {"out": ((2, 8), BF16), "x": ((3, 8), BF16), "row_idx": ((2,), I32)},
     "sample": {
@@ -67,7 +83,8 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
 }
 SCALARS: dict[str, tuple[float | int, ...]] = {
     "rms_norm": (1e-5,),
-    "add_rms_norm": (1e-5,),
+    "norm_linear": (1e-5,),
+    "norm_gated_linear": (1e-5,),
     "paged_attention": (0.25, 0),
 }
 ARGUMENTS = [(op, argument) for op, shapes in SHAPES.items() for argument in shapes]
@@ -78,6 +95,7 @@ FREE_ROWS = {
     ("gather_rows", "x"),
     ("rotary_embedding_store_kv", "cos_sin"),
     ("pack_linear", "weight"),  # up to a multiple of 16
+    ("pack_gated_linear", "weight"),  # refused as odd, test_what_only_the_op_knows
 }
 
 
@@ -105,9 +123,7 @@ def test_good_arguments_are_accepted(op: str) -> None:
 
 @pytest.mark.parametrize("op", SHAPES)
 def test_keywords_are_accepted(op: str) -> None:
-    scalars = {"rms_norm": ["eps"], "add_rms_norm": ["eps"]}.get(
-        op, ["softmax_scale", "sliding_window"]
-    )
+    scalars = ["softmax_scale", "sliding_window"] if op == "paged_attention" else ["eps"]
     keywords = dict(zip(scalars, SCALARS.get(op, ()), strict=False))
     with _C.Graph() as graph:
         getattr(_C, op)(**tensors(op), **keywords)
@@ -250,6 +266,8 @@ def test_what_only_the_op_knows() -> None:
     arguments |= {name: torch.zeros(6, 4, 2, 5, dtype=BF16) for name in ("k_cache", "v_cache")}
     arguments["cos_sin"] = torch.zeros(32, 5)
     assert "an even head_dim, got 5" in refusal("rotary_embedding_store_kv", arguments)
+    arguments = tensors("pack_gated_linear") | {"weight": torch.zeros(41, 5, dtype=BF16)}
+    assert "an even number of rows, got 41" in refusal("pack_gated_linear", arguments)
 
 
 @pytest.mark.parametrize("op", ["embedding", "gather_rows", "rotary_embedding_store_kv"])
@@ -274,10 +292,12 @@ def test_a_position_out_of_range_is_an_error() -> None:
         _C.rotary_embedding_store_kv(*arguments.values())
 
 
-@pytest.mark.parametrize("op", ["embedding", "rms_norm", "add_rms_norm", "silu_and_mul", "linear"])
+@pytest.mark.parametrize(
+    "op", ["embedding", "rms_norm", "linear", "linear_add", "norm_linear", "norm_gated_linear"]
+)
 def test_no_tokens_are_legal(op: str) -> None:
     arguments = tensors(op)
-    for name in ("out", "x", "residual", "gate_up", "input_ids"):
+    for name in ("out", "x", "residual", "normed", "input_ids"):
         if name in arguments:
             arguments[name] = arguments[name][:0]
     getattr(_C, op)(*arguments.values(), *SCALARS.get(op, ()))

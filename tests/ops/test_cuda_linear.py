@@ -1,4 +1,4 @@
-"""linear and pack_linear on a GPU: against torch, in odd sizes, and the promise of equal bits."""
+"""The linears on a GPU: against torch, in odd sizes, and the promise of equal bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from support.op_helpers import BF16, F32, NAN, assert_bitwise_equal, assert_within_rule, random_bf16
+from support.op_helpers import (
+    BF16,
+    F32,
+    FUSED_LINEARS,
+    NAN,
+    FusedLinear,
+    assert_bitwise_equal,
+    assert_within_rule,
+    random_bf16,
+)
 
 from tinyvllm import _C
 from tinyvllm.ops import native, reference
@@ -81,12 +90,41 @@ def test_float32_output_errs_by_summation_only(n: int, k: int) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
 def test_a_row_has_the_same_bits_in_every_batch(n: int, k: int, dtype: torch.dtype) -> None:
-    bias, x = random(n, seed=2), random(40, k, seed=3)
+    bias, x = random(n, seed=2), random(80, k, seed=3)
     packed = native.pack_linear(random(n, k, seed=1))
-    whole = linear(x, packed, n, bias, dtype)
-    for size in (1, 2, 3, 7, 8, 9, 16, 17):
-        parts = [linear(x[t : t + size], packed, n, bias, dtype) for t in range(0, 40, size)]
-        assert_bitwise_equal(torch.cat(parts), whole, f"batches of {size}")
+    # Up to 16 tokens are one kernel's, more another's.
+    for whole_size, sizes in ((16, (1, 2, 3, 7, 8, 9)), (80, (20, 40))):
+        rows = x[:whole_size]
+        whole = linear(rows, packed, n, bias, dtype)
+        for size in sizes:
+            parts = [linear(part, packed, n, bias, dtype) for part in rows.split(size)]
+            assert_bitwise_equal(torch.cat(parts), whole, f"batches of {size}")
+
+
+@pytest.mark.parametrize("op", FUSED_LINEARS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+def test_fused_linears_are_within_the_tolerance(op: str, n: int, k: int, with_bias: bool) -> None:
+    for t in TOKENS:
+        case = FusedLinear.make(op, t, n, k, with_bias=with_bias, device=DEVICE)
+        exact = case.float().run(reference, case.weight)
+        actual = case.run(native, case.pack(native))
+        assert_within_rule(actual, exact, case.torch_result(), f"T={t}")
+
+
+@pytest.mark.parametrize("op", FUSED_LINEARS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_fused_row_has_the_same_bits_in_every_batch(op: str, n: int, k: int) -> None:
+    case = FusedLinear.make(op, 40, n, k, with_bias=True, device=DEVICE)
+    packed = case.pack(native)
+    for begin in (0, 16):
+        whole = case.run(native, packed, slice(begin, begin + 16))
+        for size in (1, 2, 3, 7, 8, 9):
+            parts = [
+                case.run(native, packed, slice(t, min(t + size, begin + 16)))
+                for t in range(begin, begin + 16, size)
+            ]
+            assert_bitwise_equal(torch.cat(parts), whole, f"batches of {size}")
 
 
 @pytest.mark.parametrize("offset", [0, 3, 8], ids=lambda offset: f"offset_{offset}")
@@ -125,6 +163,19 @@ def test_packing_moves_every_weight_to_its_place(n: int, k: int, offset: int) ->
     packed = torch.full((strips, tiles, 16, 32), NAN, dtype=BF16, device=DEVICE)
     _C.pack_linear(packed, weight)
     assert_bitwise_equal(packed, expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 3), (17, 33), (203, 117), (1536, 576)])
+def test_a_gated_strip_is_eight_rows_of_gate_and_their_rows_of_up(n: int, k: int) -> None:
+    weight = random(2 * n, k, seed=n + k)
+    strips = -(-n // 8)
+    rows = torch.zeros(strips, 2, 8, k, dtype=BF16, device=DEVICE)
+    for part, half in enumerate(weight.chunk(2)):
+        padded = torch.zeros(strips * 8, k, dtype=BF16, device=DEVICE)
+        padded[:n] = half
+        rows[:, part] = padded.view(strips, 8, k)
+    expected = native.pack_linear(rows.view(strips * 16, k))
+    assert_bitwise_equal(native.pack_gated_linear(weight), expected)
 
 
 def test_infinities_and_nan_stay_in_their_row() -> None:

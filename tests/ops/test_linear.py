@@ -1,11 +1,20 @@
-"""linear and pack_linear: against torch, in odd sizes, and the promise of batch invariance."""
+"""The linears and their packing: against torch, in odd sizes, and the same bits in any batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.op_helpers import BF16, F32, NAN, assert_bitwise_equal, assert_within_rule, random_bf16
+from support.op_helpers import (
+    BF16,
+    F32,
+    FUSED_LINEARS,
+    NAN,
+    FusedLinear,
+    assert_bitwise_equal,
+    assert_within_rule,
+    random_bf16,
+)
 
 from tinyvllm import _C
 from tinyvllm.ops import native, reference
@@ -61,6 +70,41 @@ def test_a_row_has_the_same_bits_in_every_batch(n: int, k: int, dtype: torch.dty
         assert_bitwise_equal(torch.cat(parts), whole, f"batches of {size}")
 
 
+@pytest.mark.parametrize("op", FUSED_LINEARS)
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (203, 117)])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.usefixtures("isa")
+def test_fused_linears_are_within_the_tolerance(op: str, n: int, k: int, with_bias: bool) -> None:
+    for t in TOKENS:
+        case = FusedLinear.make(op, t, n, k, with_bias=with_bias)
+        exact = case.float().run(reference, case.weight)
+        actual = case.run(native, case.pack(native))
+        assert_within_rule(actual, exact, case.torch_result(), f"T={t}")
+
+
+@pytest.mark.parametrize("op", FUSED_LINEARS)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 577), (100, 31), (960, 576)])
+@pytest.mark.usefixtures("isa")
+def test_a_fused_row_has_the_same_bits_in_every_batch(op: str, n: int, k: int) -> None:
+    case = FusedLinear.make(op, 150, n, k, with_bias=True)
+    packed = case.pack(native)
+    whole = case.run(native, packed)
+    for size in (1, 2, 3, 4, 5, 6, 7, 8, 13, 64):
+        parts = [case.run(native, packed, slice(t, t + size)) for t in range(0, 150, size)]
+        assert_bitwise_equal(torch.cat(parts), whole, f"batches of {size}")
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_gate_far_into_both_tails() -> None:
+    case = FusedLinear.make("norm_gated_linear", 9, 40, 64, with_bias=True)
+    assert case.bias is not None
+    case.bias[:40:3] = -200.0
+    case.bias[1:40:3] = 200.0
+    case.bias[2] = -1e30
+    exact = case.float().run(reference, case.weight)
+    assert_within_rule(case.run(native, case.pack(native)), exact, case.torch_result())
+
+
 def test_threads_change_no_bit(num_threads: int) -> None:
     weight, x = random_bf16(1000, 200, seed=1), random_bf16(150, 200, seed=2)
     before = linear(x, weight, None, F32)
@@ -101,6 +145,20 @@ def test_packing_moves_every_weight_to_its_place(n: int, k: int) -> None:
     packed = torch.full((blocks, pairs, 16, 2), NAN, dtype=BF16)
     _C.pack_linear(packed, weight)
     assert_bitwise_equal(packed, expected)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.usefixtures("isa")
+def test_a_gated_block_is_eight_rows_of_gate_and_their_rows_of_up(n: int, k: int) -> None:
+    weight = random_bf16(2 * n, k, seed=n + k)
+    blocks = -(-n // 8)
+    rows = torch.zeros(blocks, 2, 8, k, dtype=BF16)
+    for part, half in enumerate(weight.chunk(2)):
+        padded = torch.zeros(blocks * 8, k, dtype=BF16)
+        padded[:n] = half
+        rows[:, part] = padded.view(blocks, 8, k)
+    expected = native.pack_linear(rows.view(blocks * 16, k))
+    assert_bitwise_equal(native.pack_gated_linear(weight), expected)
 
 
 @pytest.mark.usefixtures("isa")

@@ -101,20 +101,6 @@ def test_rms_norm_of_heads_in_place() -> None:
     assert_bitwise_equal(qkv[:, 9 * 64 :], rest)
 
 
-@pytest.mark.parametrize("hidden_size", WIDTHS)
-@pytest.mark.usefixtures("isa")
-def test_add_rms_norm(hidden_size: int) -> None:
-    weight = random_bf16(hidden_size, seed=1)
-    for t in TOKENS:
-        x, start = (random_bf16(t, hidden_size, seed=t + i) for i in (10, 20))
-        residual, out = start.clone(), torch.full_like(x, NAN)
-        native.add_rms_norm(out, residual, x, weight, 1e-5)
-        assert_bitwise_equal(residual, start + x)
-        expected = torch.full_like(x, NAN)
-        native.rms_norm(expected, residual, weight, 1e-5)
-        assert_bitwise_equal(out, expected)
-
-
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 1, 128), (2, 2, 16), (3, 1, 48)], ids=str)
 @pytest.mark.usefixtures("isa")
 def test_rotary_embedding_store_kv(heads: tuple[int, int, int]) -> None:
@@ -165,21 +151,3 @@ def test_rotary_embedding_store_kv(heads: tuple[int, int, int]) -> None:
                 rest=(cos_sin, positions[row : row + 1], slots[row : row + 1]),
             )
             assert_bitwise_equal(alone[0][0], actual[0][row], f"q of row {row}")
-
-
-@pytest.mark.parametrize("intermediate_size", WIDTHS)
-@pytest.mark.usefixtures("isa")
-def test_silu_and_mul(intermediate_size: int) -> None:
-    for t in TOKENS:
-        gate_up = random_bf16(t, 2 * intermediate_size, seed=t, scale=4.0)
-        gate_up[:, ::7] *= 30  # far into both tails
-        exact = torch.empty(t, intermediate_size)
-        reference.silu_and_mul(exact, gate_up.float())
-        out = torch.full((t, intermediate_size), NAN, dtype=BF16)
-        native.silu_and_mul(out, gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        assert_within_rule(out, exact, F.silu(gate) * up, f"T={t}")
-        for row in range(t):
-            alone = torch.full((1, intermediate_size), NAN, dtype=BF16)
-            native.silu_and_mul(alone, gate_up[row : row + 1])
-            assert_bitwise_equal(alone[0], out[row], f"row {row}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import pytest
 
+from tinyvllm import sampling_params
 from tinyvllm.errors import InvalidParameterError, NotSupportedError
 from tinyvllm.sampling_params import SamplingParams, ignored_defaults
 
@@ -25,7 +27,17 @@ GOOD = {
     "include_stop_str_in_output": (True, False),
     "ignore_eos": (True, False),
     "skip_special_tokens": (True, False),
+    "n": (1, 2, 16_384),
+    "presence_penalty": (-2, -2.0, 0.0, 0.5, 2.0),
+    "frequency_penalty": (-2, -2.0, 0.0, 0.5, 2.0),
+    "repetition_penalty": (1e-9, 0.5, 1, 1.0, 1.1, 100.0),
+    "prompt_logprobs": (None, 0, 1, 20),
+    "logit_bias": (None, {1: 2.0}, {0: -100, 5: 100.0}),
+    "json_schema": (None, "{}", '{"type": "object"}'),
+    "regex": (None, "[0-9]+"),
+    "grammar": (None, 'start: "a" | "b"'),
 }
+SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")  # good ones: below
 BAD = {
     "temperature": (-0.1, -1, NAN, INF, -INF, HUGE, True, False, "0.7", None, [1.0], 1j),
     "top_k": (-2, 2**31, HUGE, 1.5, 1.0, NAN, True, "5", None, [1]),
@@ -40,17 +52,41 @@ BAD = {
     "include_stop_str_in_output": (0, 1, None, "true", NAN),
     "ignore_eos": (0, 1, None, "true", NAN),
     "skip_special_tokens": (0, 1, None, "true", NAN),
+    "n": (0, -1, 16_385, 1.0, True, "1", NAN, None, HUGE),
+    "presence_penalty": (-2.1, 2.1, NAN, INF, HUGE, False, None, "0", [0.0]),
+    "frequency_penalty": (-2.1, 2.1, NAN, INF, -HUGE, False, None, "0", {}),
+    "repetition_penalty": (0, 0.0, -1.0, 1e-45, NAN, INF, HUGE, 1e39, True, None, "1"),
+    "prompt_logprobs": (-1, 21, HUGE, 1.0, NAN, True, "1", [1]),
+    "logit_bias": (
+        *({1: 101.0}, {1: -100.5}, {1: NAN}, {1: INF}, {1: HUGE}, {1: "1"}, {1: None}, {1: True}),
+        *({-1: 1.0}, {1.0: 1.0}, {"x": 1.0}, {"-1": 1.0}, {"9" * 5000: 1.0}, {True: 1.0}),
+        *({None: 1.0}, [1], "x", 5, NAN),
+    ),
+    "allowed_token_ids": ([], 1, [-1], ["5"], "5", [True], [None], {5}, {5: 1}, True, NAN),
+    "bad_words": ("", ["a", ""], [1], 5, b"x", {"a"}, ["a", None], True, NAN, {"a": 1}),
+    "json_schema": ("", "  ", b"{}", 5, ["a"], True, NAN),
+    "regex": ("", "  ", b"a", 5, ["a"], True),
+    "grammar": ("", "  ", b"a", 5, ["a"], {"a": 1}),
 }
 NOT_YET = {
-    "n": (2, 0, True, "1", NAN, None),
-    "presence_penalty": (0.5, -0.5, NAN, False, None, "0"),
-    "frequency_penalty": (0.5, -0.5, NAN, False, None, "0"),
-    "repetition_penalty": (1.1, 0.9, NAN, True, None, "1"),
-    "prompt_logprobs": (0, 1, True, NAN),
-    "logit_bias": ({1: 2.0}, {}, "x", NAN),
-    "allowed_token_ids": ([1], [], 1, NAN),
-    "bad_words": (["x"], [], "x", NAN),
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "prompt_logprobs": 0,
+    "logit_bias": {1: 2.0},
+    "allowed_token_ids": (1,),
+    "bad_words": ("x",),
+    "json_schema": "{}",
+    "regex": "a",
+    "grammar": "start: /a/",
 }
+
+
+@pytest.fixture
+def complete(monkeypatch):
+    """As if the engine could do all that is documented."""
+    monkeypatch.setattr(sampling_params, "_NOT_YET", {})
 
 
 def pairs(table):
@@ -64,11 +100,13 @@ def shown(value):
 
 def test_every_field_is_tested():
     fields = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert set(BAD) | set(NOT_YET) == fields
-    assert set(GOOD) | {"stop", "stop_token_ids"} | set(NOT_YET) == fields
+    assert set(BAD) == fields
+    assert {*GOOD, *SEQUENCES} == fields
+    assert set(NOT_YET) == set(sampling_params._NOT_YET)
 
 
-@pytest.mark.parametrize(("name", "value"), pairs(GOOD))
+@pytest.mark.parametrize(("name", "value"), pairs(GOOD), ids=lambda v: shown(v))
+@pytest.mark.usefixtures("complete")
 def test_good_values_are_kept(name, value):
     params = SamplingParams(**{name: value})
     assert getattr(params, name) == value
@@ -99,12 +137,12 @@ def test_a_temperature_has_no_upper_bound_to_name(value, kind):
         SamplingParams(temperature=value)
 
 
-@pytest.mark.parametrize(("name", "value"), pairs(NOT_YET), ids=lambda v: shown(v))
-def test_what_is_to_come_is_refused_by_name(name, value):
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_is_to_come_is_refused_by_name(name):
     with pytest.raises(NotSupportedError) as error:
-        SamplingParams(**{name: value})
+        SamplingParams(**{name: NOT_YET[name]})
     assert error.value.param == name
-    assert str(error.value) == f"{name} is not supported yet; got {value!r}"
+    assert str(error.value) == f"{name} is not supported yet; got {NOT_YET[name]!r}"
 
 
 @pytest.mark.parametrize(
@@ -116,8 +154,11 @@ def test_what_is_to_come_is_refused_by_name(name, value):
         ("repetition_penalty", 1),
         ("prompt_logprobs", None),
         ("logit_bias", None),
+        ("logit_bias", {}),
         ("allowed_token_ids", None),
         ("bad_words", None),
+        ("bad_words", []),
+        ("json_schema", None),
     ],
 )
 def test_neutral_values_of_what_is_to_come_are_fine(name, value):
@@ -133,10 +174,69 @@ class _Array:
     __hash__ = None
 
 
-@pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias", "bad_words"])
+@pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias", "bad_words", "json_schema"])
 def test_an_array_is_not_compared(name):
-    with pytest.raises(NotSupportedError):
+    with pytest.raises(InvalidParameterError):
         SamplingParams(**{name: _Array()})
+
+
+@pytest.mark.usefixtures("complete")
+def test_bias_keys_may_be_text_and_the_mapping_is_copied():
+    given = {"17": 1, 3: -2.5}
+    params = SamplingParams(logit_bias=given)
+    given["18"] = 1.0
+    assert params.logit_bias == {17: 1.0, 3: -2.5}
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}))
+    assert params != SamplingParams(logit_bias={3: 1.0})
+
+
+@pytest.mark.usefixtures("complete")
+def test_lists_of_what_may_and_may_not_be_drawn_become_tuples():
+    params = SamplingParams(allowed_token_ids=range(2, 4), bad_words="no")
+    assert (params.allowed_token_ids, params.bad_words) == ((2, 3), ("no",))
+
+
+@pytest.mark.usefixtures("complete")
+def test_a_schema_may_be_a_mapping():
+    params = SamplingParams(json_schema={"type": "object", "properties": {"a": {}}})
+    assert json.loads(params.json_schema) == {"type": "object", "properties": {"a": {}}}
+    assert dataclasses.replace(params, top_k=3).json_schema == params.json_schema
+    with pytest.raises(InvalidParameterError, match="json_schema cannot be written as JSON"):
+        SamplingParams(json_schema={"type": {1, 2}})
+
+
+@pytest.mark.usefixtures("complete")
+def test_one_grammar_at_most_and_it_ends_at_an_eos():
+    with pytest.raises(InvalidParameterError, match="one of json_schema, regex, grammar; got"):
+        SamplingParams(regex="a", json_schema="{}")
+    with pytest.raises(InvalidParameterError, match="ignore_eos cannot be combined with regex"):
+        SamplingParams(regex="a", ignore_eos=True)
+
+
+@pytest.mark.usefixtures("complete")
+def test_several_outputs_need_a_temperature():
+    assert SamplingParams(n=2, temperature=0.1).n == 2
+    with pytest.raises(InvalidParameterError, match="n must be 1 with temperature=0"):
+        SamplingParams(n=2, temperature=0)
+
+
+@pytest.mark.usefixtures("complete")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_token_ids", [3, 100]),
+        ("allowed_token_ids", [100, 3]),
+        ("logit_bias", {3: 1.0, 100: 1.0}),
+    ],
+)
+def test_ids_beyond_the_vocabulary(name, value):
+    params = SamplingParams(**{name: value})
+    params.check_vocab(101)
+    with pytest.raises(
+        InvalidParameterError, match=rf"^{name} has the token id 100; .* in \[0, 100\)$"
+    ) as error:
+        params.check_vocab(100)
+    assert error.value.param == name
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def plan(schedule):
 
 def endless(**options):
     """A world whose model never draws a stop token."""
-    return World(token=lambda seq: 5, **options)
+    return World(token=lambda token_ids: 5, **options)
 
 
 # --- budget and order of a step
@@ -119,7 +119,7 @@ def test_an_idle_scheduler_schedules_nothing():
     schedule = world.scheduler.schedule()
     assert not schedule
     assert (schedule.num_tokens, schedule.is_pure_decode) == (0, False)
-    assert world.update(schedule, []) == []
+    assert schedule.preempted == []
 
 
 def test_decode_entries_are_not_built_anew_each_step():
@@ -417,7 +417,7 @@ def test_pausing_in_flight_keeps_the_token():
         drawn = world.run_model(schedule)
         world.scheduler.set_paused(0, True)
         before = seq.num_output_tokens
-        assert [e.seq for e in world.update(schedule, drawn)] == [seq]
+        assert [e.seq for e in world.update(schedule, drawn).entries] == [seq]
         assert seq.num_output_tokens == before + 1
         assert not world.schedule()
         world.scheduler.set_paused(0, False)
@@ -535,9 +535,12 @@ def test_length_ends_at_max_tokens_max_model_len_or_pool(limits, length):
     world.check_empty()
 
 
+SCRIPTED_PROMPT = 3
+
+
 def script(*token_ids):
-    """A model that draws these, whatever it reads."""
-    return lambda seq: token_ids[seq.num_output_tokens]
+    """A model that draws these after a prompt of SCRIPTED_PROMPT tokens."""
+    return lambda known: token_ids[len(known) - SCRIPTED_PROMPT]
 
 
 @pytest.mark.parametrize(
@@ -559,7 +562,7 @@ def script(*token_ids):
 )
 def test_stops(sampling, num_output_tokens, reason, stop_reason):
     world = World(num_blocks=64, token=script(7, EOS, 8, 9, 1, 9))
-    seq = world.add(3, eos=(EOS, 1), **{"max_tokens": 6, **sampling})
+    seq = world.add(SCRIPTED_PROMPT, eos=(EOS, 1), **{"max_tokens": 6, **sampling})
     world.run()
     assert seq.num_output_tokens == num_output_tokens
     assert (seq.finish_reason, seq.stop_reason) == (reason, stop_reason)
@@ -618,8 +621,8 @@ def test_the_token_of_one_aborted_in_flight_is_dropped(gone, mixed):
     drawn = world.run_model(schedule)
     known = len(seqs[gone].token_ids)
     world.scheduler.abort(gone)
-    updated = world.update(schedule, drawn)
-    assert [e.seq.seq_id for e in updated] == [i for i in range(3) if i != gone]
+    update = world.update(schedule, drawn)
+    assert [e.seq.seq_id for e in update.entries] == [i for i in range(3) if i != gone]
     assert len(seqs[gone].token_ids) == known
     for seq in seqs:
         world.check_output(seq)
@@ -738,7 +741,6 @@ def test_the_scheduler_needs_no_model():
     for token_id in tokens:
         if not scheduler.has_work:
             break
-        updated = scheduler.update(scheduler.schedule(), [token_id])
-        got += [entry.seq.token_ids[-1] for entry in updated]
+        got += scheduler.update(scheduler.schedule(), [token_id]).token_ids
     assert got == tokens[: len(got)]
     assert len(got) == 4 or got[-1] == EOS

@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.sampled_from((24, 64, 200)),
         scheduling=st.sampled_from(("continuous", "continuous", "continuous", "static")),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
+        max_ahead=st.sampled_from((0, 1, 1, 2)),
     )
     def start(self, max_num_seqs, spare_budget, **options):
         self.world = World(
@@ -37,7 +38,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + spare_budget,
             **options,
         )
-        self.launched = None
 
     def _pick(self, data, unfinished=True):
         seqs = [
@@ -66,27 +66,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert len(prompt) < self.world.scheduler.max_seq_len
 
-    @precondition(lambda self: self.launched is None)
     @rule(n=st.integers(1, 8))
     def steps(self, n):
         for _ in range(n):
             self.world.step()
 
-    @precondition(lambda self: self.launched is None)
+    @precondition(lambda self: len(self.world.in_flight) <= self.world.max_ahead)
     @rule()
     def launch(self):
+        """A step whose result comes only after whatever happens next."""
         schedule = self.world.schedule()
-        self.launched = schedule, self.world.run_model(schedule)
+        if schedule:
+            self.world.launch(schedule)
 
-    @precondition(lambda self: self.launched is not None)
+    @precondition(lambda self: self.world.in_flight)
     @rule()
     def land(self):
-        schedule, drawn = self.launched
-        self.launched = None
-        ended = {e.seq for e in schedule.sequences if e.seq.status is SequenceStatus.FINISHED}
-        updated = self.world.update(schedule, drawn)
-        sampled = [e.seq for e in schedule.sequences if e.samples]
-        assert [e.seq for e in updated] == [s for s in sampled if s not in ended]
+        self.world.land()
+
+    @rule(data=st.data())
+    def wait_for_token(self, data):
+        """From here on the host must see each token before the next step (structured output)."""
+        seq = self._pick(data)
+        if seq is not None:
+            seq.waits_for_token = True
 
     @rule(data=st.data())
     def abort(self, data):
@@ -96,8 +99,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             result = self.world.scheduler.abort(seq.seq_id)
             assert result is (None if was_finished else seq)
             assert seq.finish_reason == (reason if was_finished else "abort")
-            assert seq.slot == -1
-            assert seq.block_table == []
+            if not self.world.in_flight:
+                assert seq.slot == -1
+                assert seq.block_table == []
             self.world.check()
 
     @rule(data=st.data())
@@ -130,13 +134,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        if self.launched is not None:
-            self.land()
         for seq in world.seqs:
             world.scheduler.set_paused(seq.seq_id, False)
         # Everyone finishes, in steps bounded by the tokens there are: nothing ping-pongs.
         bound = sum(s.max_len for s in world.seqs if s.status is not SequenceStatus.FINISHED)
-        world.run(bound + 1)
+        world.run(bound + 1 + 2 * len(world.in_flight))
         for seq in world.seqs:
             assert seq.status is SequenceStatus.FINISHED
             world.check_output(seq)

@@ -126,7 +126,11 @@ class Browser:
                 page.on_event(message["method"], message["params"])
 
     async def new_page(self, url: str, *, width: int = 1200, height: int = 800) -> Page:
-        target = (await self.call("Target.createTarget", url="about:blank"))["targetId"]
+        """A page in a window of its own: tabs of one window hide each other, and hidden pages
+        are drawn no frames."""
+        target = (await self.call("Target.createTarget", url="about:blank", newWindow=True))[
+            "targetId"
+        ]
         attached = await self.call("Target.attachToTarget", targetId=target, flatten=True)
         page = Page(self, attached["sessionId"])
         self._pages[page.session] = page
@@ -190,13 +194,14 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, *, shift: bool = False) -> None:
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+    async def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
+        """A key by its name; letters are lower case."""
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "/": 191}
         event = {
             "key": key,
-            "code": key,
-            "windowsVirtualKeyCode": codes[key],
-            "modifiers": 8 if shift else 0,
+            "code": f"Key{key.upper()}" if key.isalpha() and len(key) == 1 else key,
+            "windowsVirtualKeyCode": codes.get(key) or ord(key.upper()),
+            "modifiers": 8 * shift + 2 * control,
         }
         text = {"text": "\r"} if key == "Enter" else {}
         await self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)

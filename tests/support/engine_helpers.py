@@ -48,6 +48,7 @@ def stepped(engine: AsyncEngine) -> Iterator[Gate]:
     step = core._step
 
     def gated() -> None:
+        core._finish_launched()  # a step's tokens are there before the next one is allowed
         gate.pass_one()
         step()
 

@@ -8,12 +8,22 @@ that still cost something; it must be empty when a test is over.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tinyvllm import EngineClosedError, EngineConfig, EngineHealth, SamplingParams, Token, Usage
+from tinyvllm import (
+    EngineClosedError,
+    EngineConfig,
+    EngineHealth,
+    EngineStats,
+    SamplingParams,
+    Timings,
+    Token,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -42,6 +52,10 @@ class FakeStream:
         self.params = params
         self.priority: int = kw["priority"]
         self.request_id: str = kw["request_id"]
+        self.tools: list[Any] | None = kw["tools"]
+        self.add_generation_prompt: bool = kw["add_generation_prompt"]
+        self.waiting = False
+        """The engine has no slot for it yet."""
         self.buffer: deque[Token] = deque()
         self.aborted = asyncio.Event()
         self.drained = asyncio.Event()
@@ -54,6 +68,16 @@ class FakeStream:
     @property
     def usage(self) -> Usage:
         return Usage(prompt_tokens=7, cached_tokens=3, completion_tokens=self.num_pushed)
+
+    @property
+    def timings(self) -> Timings:
+        first = 0.2 if self.num_pushed else None
+        return Timings(
+            queued=None if self.waiting else 0.1,
+            time_to_first_token=first,
+            total=None,
+            time_per_output_token=None,
+        )
 
     def push(self, *texts: str, finish_reason: str | None = None, **fields: Any) -> None:
         """Tokens, as if the engine had drawn them in one step. `fields`: logprob, top_logprobs."""
@@ -179,6 +203,20 @@ class FakeEngine:
     def health(self) -> EngineHealth:
         return EngineHealth(alive=not self.closed, last_step_age=None, error=None)
 
+    def stats(self) -> EngineStats:
+        """Every stream holds one of 64 blocks."""
+        counts = {field.name: 0 for field in dataclasses.fields(EngineStats)}
+        waiting = sum(stream.waiting for stream in self.live)
+        known = {
+            "num_running": len(self.live) - waiting,
+            "num_waiting": waiting,
+            "num_blocks": 64,
+            "num_free_blocks": 64 - len(self.live),
+            "num_output_tokens": sum(stream.num_pushed for stream in self.streams),
+            "num_requests": len(self.streams),
+        }
+        return EngineStats(**(counts | known))
+
     def chat(
         self,
         messages: list[Any],
@@ -186,6 +224,8 @@ class FakeEngine:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = True,
         **sampling: Any,
     ) -> FakeStream:
         self._check_open()
@@ -193,7 +233,15 @@ class FakeEngine:
             error, self.refuse = self.refuse, None
             raise error
         resolved = SamplingParams.resolve(params, sampling, self.model_config.sampling_defaults)
-        stream = FakeStream(self, messages, resolved, priority=priority, request_id=request_id)
+        stream = FakeStream(
+            self,
+            messages,
+            resolved,
+            priority=priority,
+            request_id=request_id,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+        )
         self.streams.append(stream)
         self.live.add(stream)
         script = self.script(stream) if callable(self.script) else self.script

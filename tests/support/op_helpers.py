@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tinyvllm.ops import Ops
 
 BF16 = torch.bfloat16
 F32 = torch.float32
@@ -57,6 +60,69 @@ def assert_within_rule(
 def random_bf16(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).to(BF16)
+
+
+FUSED_LINEARS = ["linear_add", "norm_linear", "norm_gated_linear"]
+_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """One of the fused linears with its inputs, [t, k] to [t, n]; made to be cut into batches."""
+
+    op: str
+    x: torch.Tensor  # [t, k]
+    weight: torch.Tensor  # [n, k], [2 n, k] if gated
+    bias: torch.Tensor | None
+    norm_weight: torch.Tensor  # [k]
+    residual: torch.Tensor  # [t, n]
+
+    @staticmethod
+    def make(
+        op: str, t: int, n: int, k: int, *, with_bias: bool, device: str = "cpu"
+    ) -> FusedLinear:
+        rows = 2 * n if op == "norm_gated_linear" else n
+        bias = random_bf16(rows, seed=2).to(device) if with_bias else None
+        return FusedLinear(
+            op,
+            random_bf16(t, k, seed=3 + t, scale=3.0).to(device),
+            random_bf16(rows, k, seed=1, scale=k**-0.5).to(device),
+            bias,
+            random_bf16(k, seed=4).to(device),
+            random_bf16(t, n, seed=5 + t).to(device),
+        )
+
+    def pack(self, ops: Ops) -> torch.Tensor:
+        gated = self.op == "norm_gated_linear"
+        return ops.pack_gated_linear(self.weight) if gated else ops.pack_linear(self.weight)
+
+    def run(self, ops: Ops, packed: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The result for some of the tokens; outputs and scratch are NaN before."""
+        x, residual = self.x[rows], self.residual[rows].clone()
+        if self.op == "linear_add":
+            ops.linear_add(residual, x, packed, self.bias)
+            return residual
+        out, normed = torch.full_like(residual, NAN), torch.full_like(x, NAN)
+        getattr(ops, self.op)(out, normed, x, self.norm_weight, packed, self.bias, _EPS)
+        return out
+
+    def float(self) -> FusedLinear:
+        """The same inputs in float32."""
+        bias = None if self.bias is None else self.bias.float()
+        inputs = (self.x, self.weight, self.norm_weight, self.residual)
+        x, weight, norm_weight, residual = (tensor.float() for tensor in inputs)
+        return FusedLinear(self.op, x, weight, bias, norm_weight, residual)
+
+    def torch_result(self) -> torch.Tensor:
+        """What torch's own ops give, one after the other in the inputs' dtype."""
+        if self.op == "linear_add":
+            return self.residual + F.linear(self.x, self.weight, self.bias)
+        normed = F.rms_norm(self.x, self.norm_weight.shape, self.norm_weight, _EPS)
+        result = F.linear(normed, self.weight, self.bias)
+        if self.op == "norm_linear":
+            return result
+        gate, up = result.chunk(2, dim=1)
+        return F.silu(gate) * up
 
 
 @dataclass

@@ -3,20 +3,23 @@
 The KV of a token is a digest of all tokens up to it, as in a real model it is a function of them.
 Every step first writes, then reads each scheduled sequence's whole window through its block table
 and compares: a block freed too early, written by two, or handed out for a wrong prefix shows up
-as a wrong read. The next token is a function of the last digest, so a sequence's output is known
-beforehand, whatever it runs beside.
+as a wrong read. With `max_ahead` steps run ahead of the host as on a GPU: the model knows the drawn
+tokens at once, the scheduler a step later; what a step in flight may touch nobody may get. The next
+token is a function of the last digest, so a sequence's output is known beforehand, whatever it runs
+beside.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from tinyvllm.block_manager import BlockManager
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.scheduler import Scheduler
-from tinyvllm.sequence import Schedule, ScheduledSequence, Sequence, SequenceStatus
+from tinyvllm.scheduler import Scheduler, Update
+from tinyvllm.sequence import Schedule, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +73,8 @@ class World:
         max_model_len: int = 256,
         scheduling: str = "continuous",
         enable_prefix_caching: bool = True,
-        token: Callable[[Sequence], int] | None = None,
+        token: Callable[[list[int]], int] = next_token,
+        max_ahead: int = 0,
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -81,7 +85,10 @@ class World:
             scheduling=scheduling,
         )
         self.kv: list[list[Any]] = [[None] * block_size for _ in range(num_blocks)]
-        self.token = token or (lambda seq: next_token(seq.token_ids))
+        self.token = token
+        self.max_ahead = max_ahead
+        self.in_flight: deque[tuple[Schedule, list[int], dict[int, Sequence]]] = deque()
+        self.unseen: dict[Sequence, list[int]] = {}  # drawn tokens that the host has not got
         self.seqs: list[Sequence] = []
         self._ids = count()
 
@@ -115,27 +122,47 @@ class World:
     def run_model(self, schedule: Schedule) -> list[int]:
         """Writes KV for all entries, then reads all windows; the drawn tokens."""
         size = self.blocks.block_size
-        written = set()
-        drawn = []
-        truth = {e.seq: digests(e.seq.token_ids, e.seq.cache_salt) for e in schedule.sequences}
+        written: set[tuple[int, int]] = set()
+        drawn: list[int] = []
+        known = {e.seq: e.seq.token_ids + self.unseen.get(e.seq, []) for e in schedule.sequences}
+        truth = {seq: digests(ids, seq.cache_salt) for seq, ids in known.items()}
+        ends = {e.seq: e.seq.num_scheduled_tokens for e in schedule.sequences}
         for entry in schedule.sequences:
             seq = entry.seq
-            start = seq.num_computed_tokens
+            start = ends[seq] - entry.num_tokens
             assert entry.num_tokens >= 1, entry
-            assert entry.samples == (start + entry.num_tokens == len(seq.token_ids)), entry
-            for position in range(start, start + entry.num_tokens):
+            assert start >= seq.num_computed_tokens, entry
+            assert entry.samples == (ends[seq] == len(known[seq])), entry
+            for position in range(start, ends[seq]):
                 slot = (seq.block_table[position // size], position % size)
                 assert slot not in written, f"two writes to {slot} in one step"
                 written.add(slot)
                 self.kv[slot[0]][slot[1]] = truth[seq][position]
         for entry in schedule.sequences:
             seq = entry.seq
-            for position in range(seq.num_computed_tokens + entry.num_tokens):
+            for position in range(ends[seq]):
                 value = self.kv[seq.block_table[position // size]][position % size]
                 assert value == truth[seq][position], f"wrong KV at {position} of {seq}"
             if entry.samples:
-                drawn.append(self.token(seq))
+                drawn.append(self.token(known[seq]))
+                self.unseen.setdefault(seq, []).append(drawn[-1])
         return drawn
+
+    def launch(self, schedule: Schedule) -> None:
+        """Runs the model as a device would: at once, while the host knows the result later."""
+        drawn = self.run_model(schedule)
+        size = self.blocks.block_size
+        touched: dict[int, Sequence] = {}
+        for seq in (entry.seq for entry in schedule.sequences):
+            last = -(-seq.num_scheduled_tokens // size)
+            # Full blocks that others share are read only; from the first not full one on, ours.
+            for block_id in seq.block_table[seq.num_computed_tokens // size : last]:
+                touched[block_id] = seq
+        for _, _, earlier in self.in_flight:
+            for block_id, seq in touched.items():
+                owner = earlier.get(block_id, seq)
+                assert owner is seq, f"fence: {seq} got block {block_id} of a step in flight"
+        self.in_flight.append((schedule, drawn, touched))
 
     def schedule(self) -> Schedule:
         """schedule() with everything checked that can be said of any step from outside."""
@@ -147,7 +174,12 @@ class World:
         self.check()
         entries = schedule.sequences
         scheduled = [e.seq for e in entries]
-        assert bool(schedule) == had_work, "progress: work exists exactly when a token is scheduled"
+        if not self.in_flight:
+            assert bool(schedule) == had_work, (
+                "progress: work exists exactly when a token is scheduled"
+            )
+        elif not schedule:
+            return schedule
         assert len(set(scheduled)) == len(scheduled)
         assert not paused & set(scheduled)
         assert not set(schedule.preempted) & set(scheduled)
@@ -159,7 +191,14 @@ class World:
         assert schedule.num_decodes == sum(is_decode)
         assert schedule.is_pure_decode == (bool(is_decode) and all(is_decode))
         decodes = {s for s in self.seqs if s.status is SequenceStatus.DECODE and not s.paused}
-        assert decodes == set(scheduled[: schedule.num_decodes]), "every decode runs"
+        waiting_for_token = {
+            s
+            for s in decodes
+            if self.unseen.get(s) and (s.waits_for_token or s.num_scheduled_tokens + 1 >= s.max_len)
+        }
+        running = set(scheduled[: schedule.num_decodes])
+        assert running <= decodes <= running | waiting_for_token, "every decode runs"
+        assert not schedule.preempted or not self.in_flight, "preempted under a step in flight"
 
         # Strict order: whoever lost its place while runnable lost it to a better one ...
         evicted = [s for s in schedule.preempted if not s.paused]
@@ -186,29 +225,51 @@ class World:
                 ), head
         return schedule
 
-    def update(self, schedule: Schedule, drawn: list[int]) -> list[ScheduledSequence]:
-        updated = self.scheduler.update(schedule, drawn)
+    def update(self, schedule: Schedule, drawn: list[int]) -> Update:
+        """update() of the oldest launched step, checked."""
+        want = [
+            (e.seq, len(e.seq.token_ids) + 1, e.seq.num_computed_tokens + e.num_tokens, token_id)
+            for e, token_id in zip([e for e in schedule.sequences if e.samples], drawn, strict=True)
+            if e.seq.status is not SequenceStatus.FINISHED
+        ]
+        for entry in schedule.sequences:
+            if entry.samples and self.unseen.get(entry.seq):
+                self.unseen[entry.seq].pop(0)
+                if entry.seq.status is SequenceStatus.FINISHED:
+                    self.unseen[entry.seq].clear()
+        update = self.scheduler.update(schedule, drawn)
         self.check()
-        return updated
+        assert [e.seq for e in update.entries] == [seq for seq, *_ in want]
+        assert update.token_ids == [token_id for *_, token_id in want]
+        for seq, length, computed, token_id in want:
+            assert len(seq.token_ids) == length and seq.token_ids[-1] == token_id, seq
+            finished = seq.status is SequenceStatus.FINISHED
+            assert finished == (seq.seq_id in update.finished), seq
+            if finished:
+                assert update.finished[seq.seq_id] == seq.finish_reason
+                self.unseen.pop(seq, None)
+            else:
+                assert seq.num_computed_tokens == computed, seq
+        return update
 
     def step(self) -> Schedule:
+        """Launch a step, or as many steps late as `max_ahead` says, take a result."""
         schedule = self.schedule()
-        want = [
-            (e.seq, len(e.seq.token_ids) + 1, e.seq.num_computed_tokens + e.num_tokens)
-            for e in schedule.sequences
-            if e.samples
-        ]
-        updated = self.update(schedule, self.run_model(schedule))
-        assert [e.seq for e in updated] == [seq for seq, _, _ in want]
-        for seq, length, computed in want:
-            assert len(seq.token_ids) == length, seq
-            assert seq.status is SequenceStatus.FINISHED or seq.num_computed_tokens == computed, seq
+        if schedule:
+            self.launch(schedule)
+        if self.in_flight and (len(self.in_flight) > self.max_ahead or not schedule):
+            self.land()
         return schedule
+
+    def land(self) -> Update:
+        """The host gets the result of the oldest step in flight."""
+        schedule, drawn, _ = self.in_flight.popleft()
+        return self.update(schedule, drawn)
 
     def run(self, max_steps: int = 1000) -> int:
         """Steps until nothing can run; the number of steps."""
         for n in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.in_flight:
                 return n
             self.step()
         raise AssertionError(f"still working after {max_steps} steps")

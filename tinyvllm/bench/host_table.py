@@ -1,9 +1,10 @@
 """Host time per token: everything in a decode step that is not an op, phase by phase.
 
 Only steady decoding counts: the clock starts when every stream has had a few tokens and stops
-before the first one ends. The engine times its own phases; the readers' side is the event loop
-thread's processor time; "step less ops" is the wall clock, and so has in it what the phases cannot
-see: the two threads waiting for each other's GIL.
+before the first one ends. "Host, in steps' way" is the time in which no ops ran: from a step's last
+op to the next one's first, so with the threads' wake-ups and waits for each other's GIL in it. The
+engine thread's phases are what it does for a token, beside the ops as far as steps run ahead; the
+readers' side is the event loop thread's processor time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tinyvllm.bench.workloads import Workload
 
 PHASES = ("schedule", "build", "launch", "update", "detokenize", "publish")
+IN_THE_WAY = "host, in steps' way"
 _SETTLE = 4
 """Tokens that every stream has had before the clock starts, and still gets after it stops."""
 
@@ -33,7 +35,7 @@ class _Window:
 
     def __init__(self, engine: tinyvllm.AsyncEngine, num_streams: int, output_len: int) -> None:
         self.timings = StepTimings()
-        self.wall = self.reader = 0.0
+        self.reader = 0.0
         self._engine = engine
         self._not_settled = num_streams
         self._output_len = output_len
@@ -45,12 +47,11 @@ class _Window:
             self._not_settled -= 1
             if self._not_settled == 0:
                 self._running = True
-                self.wall, self.reader = -time.perf_counter(), -time.thread_time()
+                self.reader = -time.thread_time()
                 self._engine.step_timings = self.timings
         elif num_tokens == self._output_len - _SETTLE and self._running:
             self._running = False
             self._engine.step_timings = None
-            self.wall += time.perf_counter()
             self.reader += time.thread_time()
 
 
@@ -66,7 +67,7 @@ def host_table(
     columns: list[dict[str, float]] = []
     for workload in workloads:
         found = asyncio.run(_measure(model_dir, device, num_threads, workload, rounds))
-        columns.append(min(found, key=lambda phases: phases["engine thread, ops aside"]))
+        columns.append(min(found, key=lambda phases: phases[IN_THE_WAY]))
         for phase, us in columns[-1].items():
             report.write(
                 {
@@ -111,7 +112,7 @@ async def _measure(
             ]
             await asyncio.gather(*(_read(stream, window) for stream in streams))
             if round_idx >= 0:
-                found.append(per_token(window.timings, window.wall, window.reader))
+                found.append(per_token(window.timings, window.reader))
     return found
 
 
@@ -122,14 +123,14 @@ async def _read(stream: tinyvllm.TokenStream, window: _Window) -> None:
         window.note(num_tokens)
 
 
-def per_token(timings: StepTimings, wall: float, reader: float) -> dict[str, float]:
+def per_token(timings: StepTimings, reader: float) -> dict[str, float]:
     """Microseconds per token: every phase, their sum, and what stands beside them."""
     scale = 1e6 / timings.num_tokens
     phases = {phase: getattr(timings, phase) * scale for phase in PHASES}
     return {
         **phases,
-        "engine thread, ops aside": sum(phases.values()),
-        "step less ops": (wall - timings.ops) * scale,
+        "engine thread": sum(phases.values()),
         "reading the streams": reader * scale,
         "ops": timings.ops * scale,
+        IN_THE_WAY: timings.idle * scale,
     }

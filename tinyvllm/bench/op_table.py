@@ -31,6 +31,9 @@ _REPEATS = 7
 
 Call = tuple[str, tuple[Any, ...]]
 
+# The ops that read a weight: (position of x, position of the packed weight) in their arguments.
+_LINEARS = {"linear_add": (1, 2), "norm_linear": (2, 4), "norm_gated_linear": (2, 4)}
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -132,7 +135,7 @@ def by_kind(model: Transformer, calls: Sequence[Call]) -> dict[str, list[Call]]:
     kinds: dict[str, list[Call]] = {}
     for call in calls:
         op, args = call
-        kind = f"linear {names[id(args[2])]}" if op == "linear" else op
+        kind = f"{op} {names[id(args[_LINEARS[op][1]])]}" if op in _LINEARS else op
         kinds.setdefault(kind, []).append(call)
     return kinds
 
@@ -143,10 +146,11 @@ def cost(call: Call, step: Step) -> tuple[int, int]:
     The rest work on activations that are in a cache: bandwidth says nothing about them.
     """
     op, args = call
-    if op == "linear":
-        out, x, packed = args[:3]
+    if op in _LINEARS:
+        out, x, packed = args[0], *(args[position] for position in _LINEARS[op])
         nbytes = sum(t.numel() * t.element_size() for t in (out, x, packed))
-        return nbytes, 2 * x.shape[0] * x.shape[1] * out.shape[1]
+        gated = 2 if op == "norm_gated_linear" else 1
+        return nbytes, 2 * x.shape[0] * x.shape[1] * out.shape[1] * gated
     if op == "paged_attention":
         _, q, k_cache = args[:3]
         row = k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()

@@ -33,19 +33,16 @@ class ForwardBuffers:
     """
 
     residual: torch.Tensor  # [T, H]
-    normed: torch.Tensor  # [T, H]
-    hidden_states: torch.Tensor  # [T, H]   output of a sublayer, not yet in the residual
+    normed: torch.Tensor  # [T, H]   scratch of the norms
     qkv: torch.Tensor  # [T, (num_heads + 2 num_kv_heads) D]
     q: torch.Tensor  # [T, num_heads, D]
     k: torch.Tensor  # [T, num_kv_heads, D]
     v: torch.Tensor  # [T, num_kv_heads, D]
     attn_out: torch.Tensor  # [T, num_heads, D]
     attn_out_flat: torch.Tensor  # [T, num_heads D]   the same memory
-    gate_up: torch.Tensor  # [T, 2 I]
     act: torch.Tensor  # [T, I]
     last_residual: torch.Tensor  # [R, H]
-    last_hidden: torch.Tensor  # [R, H]
-    last_normed: torch.Tensor  # [R, H]
+    last_normed: torch.Tensor  # [R, H]   scratch of the last norm
     logits: torch.Tensor  # [R, V] f32
 
     @classmethod
@@ -69,17 +66,14 @@ class ForwardBuffers:
         return cls(
             residual=empty(num_tokens, config.hidden_size),
             normed=empty(num_tokens, config.hidden_size),
-            hidden_states=empty(num_tokens, config.hidden_size),
             qkv=qkv,
             q=heads[:, :num_q],
             k=heads[:, num_q : num_q + num_kv],
             v=heads[:, num_q + num_kv :],
             attn_out=attn_out.view(num_tokens, num_q, head_dim),
             attn_out_flat=attn_out,
-            gate_up=empty(num_tokens, 2 * config.intermediate_size),
             act=empty(num_tokens, config.intermediate_size),
             last_residual=empty(num_logits, config.hidden_size),
-            last_hidden=empty(num_logits, config.hidden_size),
             last_normed=empty(num_logits, config.hidden_size),
             logits=empty(num_logits, config.vocab_size, torch.float32),
         )
@@ -90,17 +84,14 @@ class ForwardBuffers:
         return ForwardBuffers(
             residual=self.residual[:num_tokens],
             normed=self.normed[:num_tokens],
-            hidden_states=self.hidden_states[:num_tokens],
             qkv=self.qkv[:num_tokens],
             q=self.q[:num_tokens],
             k=self.k[:num_tokens],
             v=self.v[:num_tokens],
             attn_out=self.attn_out[:num_tokens],
             attn_out_flat=self.attn_out_flat[:num_tokens],
-            gate_up=self.gate_up[:num_tokens],
             act=self.act[:num_tokens],
             last_residual=self.last_residual[:num_logits],
-            last_hidden=self.last_hidden[:num_logits],
             last_normed=self.last_normed[:num_logits],
             logits=self.logits[:num_logits],
         )

@@ -21,7 +21,7 @@ class LayerWeights:
     qkv_proj: Tensor  # packed [(num_heads + 2 num_kv_heads) D, H]
     o_proj: Tensor  # packed [H, num_heads D]
     post_attention_layernorm: Tensor  # [H]
-    gate_up_proj: Tensor  # packed [2 I, H]
+    gate_up_proj: Tensor  # packed for the gated linear, [2 I, H]
     down_proj: Tensor  # packed [H, I]
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
@@ -53,25 +53,21 @@ class Transformer:
         self.config = config
         self.ops = ops
         self.weights = weights
+        self._eps = config.rms_norm_eps
         self._softmax_scale = config.head_dim**-0.5
         self._sliding_window = config.sliding_window or 0
 
     def forward(self, buffers: ForwardBuffers, batch: ForwardBatch, kv_cache: KVCache) -> None:
         """Runs the batch's tokens, stores their keys and values, and fills `buffers.logits` for
         its `logits_indices`. Buffers must be narrowed to the batch: T tokens, R rows of logits."""
-        ops, b, weights, eps = self.ops, buffers, self.weights, self.config.rms_norm_eps
+        ops, b, weights = self.ops, buffers, self.weights
         ops.embedding(b.residual, batch.input_ids, weights.embed_tokens)  # [T, H]
         for idx, layer in enumerate(weights.layers):
-            if idx == 0:
-                ops.rms_norm(b.normed, b.residual, layer.input_layernorm, eps)
-            else:
-                ops.add_rms_norm(b.normed, b.residual, b.hidden_states, layer.input_layernorm, eps)
             self._block(layer, b, batch, kv_cache.k[idx], kv_cache.v[idx])
         # Only the rows whose logits are wanted go through the final norm and the head.
         ops.gather_rows(b.last_residual, b.residual, batch.logits_indices)  # [R, H]
-        ops.gather_rows(b.last_hidden, b.hidden_states, batch.logits_indices)  # [R, H]
-        ops.add_rms_norm(b.last_normed, b.last_residual, b.last_hidden, weights.norm, eps)
-        ops.linear(b.logits, b.last_normed, weights.lm_head)  # [R, V]
+        head = weights.norm, weights.lm_head, None
+        ops.norm_linear(b.logits, b.last_normed, b.last_residual, *head, self._eps)  # [R, V]
 
     def _block(
         self,
@@ -81,18 +77,18 @@ class Transformer:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
-        """b.normed -> b.hidden_states, the block's last output, not yet added to b.residual."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        ops.linear(b.qkv, b.normed, w.qkv_proj, w.qkv_bias)  # [T, (num_heads + 2 num_kv_heads) D]
+        """Adds attention and MLP to b.residual."""
+        ops, x, eps = self.ops, b.residual, self._eps  # x [T, H]
+        qkv_proj = w.input_layernorm, w.qkv_proj, w.qkv_bias
+        ops.norm_linear(b.qkv, b.normed, x, *qkv_proj, eps)  # [T, (num_heads + 2 num_kv_heads) D]
         if w.q_norm is not None and w.k_norm is not None:
             ops.rms_norm(b.q, b.q, w.q_norm, eps)  # [T, num_heads, D]
             ops.rms_norm(b.k, b.k, w.k_norm, eps)  # [T, num_kv_heads, D]
         self._attend(b, batch, k_cache, v_cache)  # [T, num_heads, D]
-        ops.linear(b.hidden_states, b.attn_out_flat, w.o_proj, w.o_bias)  # [T, H]
-        ops.add_rms_norm(b.normed, b.residual, b.hidden_states, w.post_attention_layernorm, eps)
-        ops.linear(b.gate_up, b.normed, w.gate_up_proj, w.gate_up_bias)  # [T, 2 I]
-        ops.silu_and_mul(b.act, b.gate_up)  # [T, I]
-        ops.linear(b.hidden_states, b.act, w.down_proj, w.down_bias)  # [T, H]
+        ops.linear_add(x, b.attn_out_flat, w.o_proj, w.o_bias)
+        gate_up_proj = w.post_attention_layernorm, w.gate_up_proj, w.gate_up_bias
+        ops.norm_gated_linear(b.act, b.normed, x, *gate_up_proj, eps)  # [T, I]
+        ops.linear_add(x, b.act, w.down_proj, w.down_bias)
 
     def _attend(
         self, b: ForwardBuffers, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor

@@ -9,7 +9,7 @@ of them can be recorded once as a graph and replayed. csrc/ops.h documents every
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -21,6 +21,25 @@ class Graph(Protocol):
     """A recorded sequence of ops; `replay` runs it on the current contents of its tensors."""
 
     def replay(self) -> None: ...
+
+
+class Launch(Protocol):
+    """One run of a graph on a stream."""
+
+    def result(self) -> list[int]: ...
+    def cancel(self) -> None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def idle_seconds(self) -> float: ...
+
+
+class Stream(Protocol):
+    """Runs graphs one after the other, beside the thread that launches them."""
+
+    def launch(self, graph: Any, result: Tensor) -> Launch:
+        """`graph` is one that the same op set captured; `result` [n] int32 holds what it draws."""
+        ...
 
 
 class Ops(Protocol):
@@ -42,9 +61,6 @@ class Ops(Protocol):
     ) -> None: ...
     def embedding(self, out: Tensor, input_ids: Tensor, weight: Tensor) -> None: ...
     def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None: ...
-    def add_rms_norm(
-        self, out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float
-    ) -> None: ...
     def rotary_embedding_store_kv(
         self,
         q: Tensor,
@@ -68,13 +84,44 @@ class Ops(Protocol):
         softmax_scale: float,
         sliding_window: int,
     ) -> None: ...
-    def silu_and_mul(self, out: Tensor, gate_up: Tensor) -> None: ...
     def pack_linear(self, weight: Tensor) -> Tensor:
-        """weight [N, K] row-major -> the layout that this op set's `linear` reads."""
+        """weight [N, K] row-major -> the layout that this op set's linears read."""
+        ...
+
+    def pack_gated_linear(self, weight: Tensor) -> Tensor:
+        """weight [2I, K], gate above up -> the layout that `norm_gated_linear` reads."""
         ...
 
     def linear(
         self, out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = None
+    ) -> None: ...
+
+    def linear_add(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        packed: Tensor,
+        bias: Tensor | None = None,
+    ) -> None: ...
+    def norm_linear(
+        self,
+        out: Tensor,
+        normed: Tensor,
+        x: Tensor,
+        norm_weight: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        eps: float,
+    ) -> None: ...
+    def norm_gated_linear(
+        self,
+        out: Tensor,
+        normed: Tensor,
+        x: Tensor,
+        norm_weight: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        eps: float,
     ) -> None: ...
     def gather_rows(self, out: Tensor, x: Tensor, row_idx: Tensor) -> None: ...
     def sample(
@@ -88,6 +135,29 @@ class Ops(Protocol):
         seeds: Tensor,
         step_idx: Tensor,
     ) -> None: ...
+    def adjust_logits(
+        self,
+        out: Tensor,
+        logits: Tensor,
+        slot_idx: Tensor,
+        penalties: Tensor,
+        output_counts: Tensor,
+        prompt_mask: Tensor,
+        bias_ids: Tensor,
+        bias_values: Tensor,
+        allowed_mask: Tensor,
+    ) -> None: ...
+    def count_tokens(self, output_counts: Tensor, token_ids: Tensor, slot_idx: Tensor) -> None: ...
+    def top_logprobs(
+        self,
+        values: Tensor,
+        ids: Tensor,
+        drawn: Tensor,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_logprobs: Tensor,
+    ) -> None: ...
+    def new_stream(self) -> Stream: ...
     def capture(self) -> AbstractContextManager[Graph]:
         """Record the ops called inside (they do not run) into a graph."""
         ...

@@ -24,29 +24,48 @@ supports_graphs = True
 advance_decode = _C.advance_decode
 embedding = _C.embedding
 rms_norm = _C.rms_norm
-add_rms_norm = _C.add_rms_norm
 rotary_embedding_store_kv = _C.rotary_embedding_store_kv
 paged_attention = _C.paged_attention
-silu_and_mul = _C.silu_and_mul
 linear = _C.linear
+linear_add = _C.linear_add
+norm_linear = _C.norm_linear
+norm_gated_linear = _C.norm_gated_linear
 gather_rows = _C.gather_rows
 sample = _C.sample
+adjust_logits = _C.adjust_logits
+count_tokens = _C.count_tokens
+top_logprobs = _C.top_logprobs
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """weight [N, K] bfloat16 -> the layout that `linear` streams on the weight's device.
+    """weight [N, K] bfloat16 -> the layout that the linears stream on the weight's device.
 
     [ceil(N / 16), ceil(K / 2), 16, 2] on a CPU, [ceil(N / 16), ceil(K / 32), 16, 32] on a GPU.
     """
-    num_rows, num_columns = weight.shape
-    inputs = 32 if weight.is_cuda else 2
-    packed = torch.empty(
-        ((num_rows + 15) // 16, (num_columns + inputs - 1) // inputs, 16, inputs),
-        dtype=weight.dtype,
-        device=weight.device,
-    )
+    packed = _empty_strips((len(weight) + 15) // 16, weight)
     _C.pack_linear(packed, weight)
     return packed
+
+
+def pack_gated_linear(weight: torch.Tensor) -> torch.Tensor:
+    """weight [2 I, K] bfloat16, gate above up -> what `norm_gated_linear` streams.
+
+    As `pack_linear`, but each of the ceil(I / 8) strips holds 8 rows of gate and 8 of up.
+    """
+    packed = _empty_strips((len(weight) // 2 + 7) // 8, weight)
+    _C.pack_gated_linear(packed, weight)
+    return packed
+
+
+def _empty_strips(num_strips: int, weight: torch.Tensor) -> torch.Tensor:
+    inputs = 32 if weight.is_cuda else 2
+    shape = (num_strips, (weight.shape[1] + inputs - 1) // inputs, 16, inputs)
+    return torch.empty(shape, dtype=weight.dtype, device=weight.device)
+
+
+def new_stream() -> _C.Stream:
+    """Where graphs of CPU ops are launched to run beside the calling thread."""
+    return _C.Stream()
 
 
 def capture() -> _C.Graph:

@@ -4,8 +4,8 @@ Slow and plain on purpose, with one promise beyond correctness: a token's result
 whatever other tokens are in the call (whole prompt == chunks == token by token). torch does not
 give that for free: a matrix product changes its summation order with the number of rows, and a
 vectorized function may treat the elements of a last, partial vector otherwise. So `linear`
-multiplies fixed blocks of 16 tokens, `silu_and_mul` goes row by row, and attention takes one query
-at a time, in shapes that depend on its position alone. tests/ops/test_reference.py checks it.
+multiplies fixed blocks of 16 tokens, silu goes row by row, and attention takes one query at a
+time, in shapes that depend on its position alone. tests/ops/test_reference.py checks it.
 
 Shapes are documented in csrc/ops.h. Unlike the kernels, it allocates and records no graphs. Its
 many small torch calls gain little from threads, and lose a time slice to each whenever the
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 name = "reference"
 supports_graphs = False
+
 
 # A matrix product of this many columns is the unit of `linear`. As columns (weight @ x.T), every
 # position of a block gets the same summation order; as rows (x @ weight.T) small products do not.
@@ -64,12 +65,6 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     out.copy_(x32 * scale * weight.float())
-
-
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """residual += x, rounded to its dtype; out = rms_norm(residual)."""
-    residual.copy_(residual.float() + x.float())
-    rms_norm(out, residual, weight, eps)
 
 
 def rotary_embedding_store_kv(
@@ -126,15 +121,13 @@ def paged_attention(
             out[t].copy_(result.view(-1, head_dim))
 
 
-def silu_and_mul(out: Tensor, gate_up: Tensor) -> None:
-    """out = silu(gate) * up, where gate_up [T, 2I] holds gate and up side by side."""
-    for row, result in zip(gate_up, out, strict=True):
-        gate, up = row.float().chunk(2)
-        result.copy_(torch.nn.functional.silu(gate) * up)
-
-
 def pack_linear(weight: Tensor) -> Tensor:
     """weight [N, K], in float32."""
+    return weight.float()
+
+
+def pack_gated_linear(weight: Tensor) -> Tensor:
+    """weight [2I, K], gate above up, in float32."""
     return weight.float()
 
 
@@ -148,7 +141,50 @@ def linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = None) -
         result = torch.mm(weight, block.T)[:, : len(tokens)].T
         if bias is not None:
             result = result + bias.float()
-        out[begin : begin + _LINEAR_TOKENS] = result
+        out[begin : begin + len(tokens)].copy_(result)
+
+
+def linear_add(
+    residual: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """residual += x @ weight.T (+ bias)."""
+    added = torch.empty(residual.shape, device=x.device)
+    linear(added, x, packed, bias)
+    residual.copy_(residual.float() + added)
+
+
+def norm_linear(
+    out: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    """out = linear(rms_norm(x)); `normed` [T, H] is scratch, and keeps its dtype's precision."""
+    rms_norm(normed, x, norm_weight, eps)
+    linear(out, normed, packed, bias)
+
+
+def norm_gated_linear(
+    out: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    """out = silu(gate) * up, where gate and up are the halves of linear(rms_norm(x))."""
+    gate_up = torch.empty(len(x), len(packed), device=x.device)
+    norm_linear(gate_up, normed, x, norm_weight, packed, bias, eps)
+    for row, result in zip(gate_up, out, strict=True):
+        gate, up = row.chunk(2)
+        result.copy_(torch.nn.functional.silu(gate) * up)
 
 
 def gather_rows(out: Tensor, x: Tensor, row_idx: Tensor) -> None:
@@ -179,6 +215,73 @@ def sample(
     )
     for r, row in enumerate(rows):
         token_ids[r] = _sample_row(*row)
+
+
+def adjust_logits(
+    out: Tensor,
+    logits: Tensor,
+    slot_idx: Tensor,
+    penalties: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    allowed_mask: Tensor,
+) -> None:
+    """out = logits with logit bias, penalties and mask of the row's slot; -1 copies the row."""
+    vocab_size = logits.shape[1]
+    out.copy_(logits)
+    for x, slot in zip(out, slot_idx.tolist(), strict=True):
+        if slot < 0:
+            continue
+        biased = bias_ids[slot] >= 0
+        x[bias_ids[slot][biased].long()] += bias_values[slot][biased]
+        repetition, frequency, presence = penalties[slot]
+        counts = output_counts[slot]
+        in_output = counts > 0
+        seen = in_output | unpack_bits(prompt_mask[slot], vocab_size)
+        repeated = torch.where(x > 0, x / repetition, x * repetition)
+        x.copy_(torch.where(seen, repeated, x))
+        x.copy_(torch.where(in_output, x - frequency * counts - presence, x))
+        x.masked_fill_(~unpack_bits(allowed_mask[slot], vocab_size), -math.inf)
+
+
+def count_tokens(output_counts: Tensor, token_ids: Tensor, slot_idx: Tensor) -> None:
+    """output_counts[slot_idx[r]][token_ids[r]] += 1 for rows with a slot."""
+    for slot, token_id in zip(slot_idx.tolist(), token_ids.tolist(), strict=True):
+        if slot >= 0:
+            output_counts[slot, token_id] += 1
+
+
+def top_logprobs(
+    values: Tensor,
+    ids: Tensor,
+    drawn: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    num_logprobs: Tensor,
+) -> None:
+    """log-softmax of each row's token and of its num_logprobs most likely; -1 skips the row."""
+    wanted = num_logprobs.tolist()
+    for r, (x, token_id) in enumerate(zip(logits.double(), token_ids.tolist(), strict=True)):
+        if wanted[r] < 0:
+            continue
+        is_number = ~x.isnan()
+        largest = x[is_number].max() if is_number.any() else x.new_tensor(-math.inf)
+        log_sum = (x[is_number] - largest).exp().sum().log()  # NaN without a finite maximum
+        logprobs = (x - largest) - (log_sum if largest.isfinite() else math.nan)
+        order = torch.where(is_number, x, -math.inf).sort(descending=True, stable=True).indices
+        listed = order[is_number[order]][: min(wanted[r], ids.shape[1])]
+        values[r, : len(listed)] = logprobs[listed]
+        ids[r, : len(listed)] = listed.int()
+        values[r, len(listed) :] = -math.inf
+        ids[r, len(listed) :] = -1
+        drawn[r] = logprobs[token_id]
+
+
+def new_stream() -> NoReturn:
+    """This op set launches nothing."""
+    raise NotSupportedError('ops: "reference" has no graphs to launch', param="ops")
 
 
 def capture() -> NoReturn:
@@ -217,6 +320,12 @@ def _sample_row(
     sums = weights[kept].cumsum(0)
     target = uniform(seed, step_idx) * sums[-1]
     return int(kept[min(int((sums <= target).sum()), len(kept) - 1)])
+
+
+def unpack_bits(words: Tensor, num_bits: int) -> Tensor:
+    """Bit i % 32 of words[i / 32] as element i: [num_bits] bool."""
+    shifts = torch.arange(32, dtype=words.dtype, device=words.device)
+    return ((words[:, None] >> shifts) & 1).flatten()[:num_bits].bool()
 
 
 def uniform(seed: int, step_idx: int) -> float:
