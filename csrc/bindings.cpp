@@ -515,6 +515,15 @@ void advance_decode(TensorArg input_ids, TensorArg positions, TensorArg seq_lens
              cuda::advance_decode(ids, pos, len, step, slot, drawn, bt, block_size, stream)));
 }
 
+void take_drawn(TensorArg input_ids, TensorArg token_ids, TensorArg source_rows) {
+  OpCall op("take_drawn");
+  Dim T("T"), R("R");
+  const Tensor i = op.tensor("input_ids", input_ids, {kI32}, {&T}, Layout::kContiguous);
+  const Tensor d = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
+  const Tensor s = op.tensor("source_rows", source_rows, {kI32}, {&T}, Layout::kContiguous);
+  op.run([=] { cpu::take_drawn(i, d, s); }, TINYVLLM_CUDA_CALL(cuda::take_drawn(i, d, s, stream)));
+}
+
 void embedding(TensorArg out, TensorArg input_ids, TensorArg weight) {
   OpCall op("embedding");
   Dim T("T"), H("H"), V("V");
@@ -778,6 +787,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("advance_decode", &advance_decode, py::arg("input_ids"), py::arg("positions"),
         py::arg("seq_lens"), py::arg("step_idx"), py::arg("slot_mapping"), py::arg("token_ids"),
         py::arg("block_tables"), py::arg("block_size"));
+  m.def("take_drawn", &take_drawn, py::arg("input_ids"), py::arg("token_ids"),
+        py::arg("source_rows"));
   m.def("embedding", &embedding, py::arg("out"), py::arg("input_ids"), py::arg("weight"));
   m.def("rms_norm", &rms_norm, py::arg("out"), py::arg("x"), py::arg("weight"), py::arg("eps"));
   m.def("rotary_embedding_store_kv", &rotary_embedding_store_kv, py::arg("q"), py::arg("k"),

@@ -16,6 +16,10 @@ void advance_decode(const Tensor& input_ids, const Tensor& positions, const Tens
                     const Tensor& step_idx, const Tensor& slot_mapping, const Tensor& token_ids,
                     const Tensor& block_tables, int block_size);
 
+// input_ids[t] = token_ids[source_rows[t]] where that is not negative: tokens that the last step
+// drew and the host has not seen.   input_ids, source_rows [T] i32, token_ids [R] i32
+void take_drawn(const Tensor& input_ids, const Tensor& token_ids, const Tensor& source_rows);
+
 // out[t] = weight[input_ids[t]].            out [T,H] bf16, input_ids [T] i32, weight [V,H] bf16
 void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight);
 
@@ -120,6 +124,8 @@ using Stream = CUstream_st*;  // cudaStream_t
 void advance_decode(const Tensor& input_ids, const Tensor& positions, const Tensor& seq_lens,
                     const Tensor& step_idx, const Tensor& slot_mapping, const Tensor& token_ids,
                     const Tensor& block_tables, int block_size, Stream stream);
+void take_drawn(const Tensor& input_ids, const Tensor& token_ids, const Tensor& source_rows,
+                Stream stream);
 void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight, Stream stream);
 void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float eps, Stream stream);
 void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v,

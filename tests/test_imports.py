@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Module (or package, for all that is in it) -> what it may import of tinyvllm, besides itself.
 HOST = ("errors", "config", "sampling_params", "sequence", "block_manager", "scheduler")
-DEVICE = ("_C", "ops", "models", "loader", "model_runner")
+DEVICE = ("_C", "ops", "models", "loader", "cuda_steps", "model_runner")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "version": (),
     "_C": (),
@@ -36,7 +36,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "loader": ("errors", "config", "ops", "models", "checkpoint"),
     "convert": ("errors", "config", "models", "checkpoint", "loader", "progress"),
     "hub": ("errors", "convert", "progress"),
-    "model_runner": ("errors", "config", "_C", "ops", "models", "loader", "batch"),
+    "cuda_steps": ("batch",),
+    "model_runner": ("errors", "config", "_C", "ops", "models", "loader", "batch", "cuda_steps"),
     # Where the columns meet.
     "batch": (*HOST, "models"),
     "stream": ("errors", "sampling_params"),

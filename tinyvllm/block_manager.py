@@ -18,6 +18,8 @@ from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from tinyvllm.sequence import SequenceStatus
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as SequenceOf
@@ -40,6 +42,8 @@ class BlockManager:
         """Tokens looked up by sequences at their first admission."""
         self.prefix_cache_hits = 0
         """Tokens of those that were found."""
+        self.num_shared_blocks = 0
+        """Blocks that more than one sequence has."""
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 goes out first
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached; oldest first
@@ -51,14 +55,20 @@ class BlockManager:
         """Blocks that can be allocated now, evicting unreferenced cached ones if need be."""
         return len(self._free) + len(self._unreferenced)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Those of the free blocks that are kept for the prefix they hold."""
+        return len(self._unreferenced)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with; at least one token is left to compute."""
+        """The computed blocks that `seq` can start with, from the prefix cache or from the sequence
+        that it is a fork of; at least one token is left to compute."""
         hits: list[int] = []
-        if not self.enable_prefix_caching:
-            return hits
+        if not (self.enable_prefix_caching and seq.reads_prefix_cache):
+            return self._match_parent(seq)
         num_blocks = (len(seq.token_ids) - 1) // self.block_size
         block_of_hash = self._block_of_hash
         hashes = seq.block_hashes
@@ -95,13 +105,14 @@ class BlockManager:
             if self._ref_counts[block_id] == 0:
                 del self._unreferenced[block_id]
             self._ref_counts[block_id] += 1
+            self.num_shared_blocks += self._ref_counts[block_id] == 2
         num_blocks = self.num_blocks_for(len(seq.token_ids))
         seq.block_table = hits + [self._take() for _ in range(num_blocks - len(hits))]
         seq.capacity = num_blocks * self.block_size
         seq.num_computed_tokens = seq.num_scheduled_tokens = len(hits) * self.block_size
         if seq.num_preemptions == 0:  # later hits are mostly on the sequence's own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
-            if self.enable_prefix_caching:
+            if self.enable_prefix_caching and seq.reads_prefix_cache:
                 self.prefix_cache_queries += len(seq.token_ids)
                 self.prefix_cache_hits += seq.num_computed_tokens
 
@@ -115,7 +126,7 @@ class BlockManager:
 
     def commit(self, seq: Sequence, num_computed_before: int) -> None:
         """Puts the blocks that filled up since `num_computed_before` into the prefix cache."""
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and seq.writes_prefix_cache):
             return
         block_size = self.block_size
         hashes = seq.block_hashes
@@ -134,6 +145,7 @@ class BlockManager:
         ref_counts = self._ref_counts
         for block_id in reversed(seq.block_table):
             ref_counts[block_id] -= 1
+            self.num_shared_blocks -= ref_counts[block_id] == 1
             if ref_counts[block_id] == 0:
                 if self._hash_of_block[block_id] is None:
                     self._free.append(block_id)
@@ -161,6 +173,7 @@ class BlockManager:
         uses = Counter(chain.from_iterable(seq.block_table for seq in sequences))
         for block_id, count in enumerate(self._ref_counts):
             assert count == uses[block_id], f"block {block_id}: {count} != {uses[block_id]} uses"
+        assert self.num_shared_blocks == sum(count >= 2 for count in self._ref_counts)
         free, unreferenced = set(self._free), set(self._unreferenced)
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert not free & unreferenced, free & unreferenced
@@ -178,6 +191,17 @@ class BlockManager:
             for block_id in table[seq.num_computed_tokens // self.block_size :]:
                 assert uses[block_id] == 1, f"block {block_id} is shared and written by {seq}"
                 assert block_id not in cached, f"block {block_id} is cached and written by {seq}"
+
+    def _match_parent(self, seq: Sequence) -> list[int]:
+        """The full blocks of the prompt, while a fork's parent has them for sure: it decodes, and
+        it is not paused, so that nobody displaces it for `seq`."""
+        parent = seq.parent
+        if parent is None or parent.paused or parent.status is not SequenceStatus.DECODE:
+            return []
+        hits = parent.block_table[: (seq.num_prompt_tokens - 1) // self.block_size]
+        if len(seq.block_hashes) < len(hits):
+            seq.block_hashes = parent.block_hashes[: len(hits)]
+        return hits
 
     def _take(self) -> int:
         """A free block, else the least recently used cached one."""

@@ -25,6 +25,7 @@ _POSITIVE = (
     "num_blocks",
     "expected_seq_len",
     "max_buffered_tokens",
+    "max_queued_requests",
     "num_threads",
 )
 
@@ -42,10 +43,11 @@ class EngineConfig:
     """Weights, activations and KV cache; "auto" is bfloat16. float32 needs ops="reference"."""
     ops: Literal["native", "reference"] = "native"
     """"reference" runs the model through plain torch: slow, and the specification."""
-    max_num_seqs: int = 64
-    """Slots: sequences that run at once."""
-    max_num_batched_tokens: int = 256
-    """Token budget of one step; decode tokens first, then prompt chunks."""
+    max_num_seqs: int | None = None
+    """Slots: sequences that run at once. None: 64 on a CPU, 256 on a GPU."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; decode tokens first, then prompt chunks. None: 256 on a CPU, 8192
+    on a GPU, and at least max_num_seqs."""
     max_model_len: int | None = None
     """Prompt plus output tokens of one sequence; None is the model's own limit."""
     block_size: int = 16
@@ -66,6 +68,9 @@ class EngineConfig:
     """"static" admits a batch only when the previous one is done: for comparison and teaching."""
     max_buffered_tokens: int = 1024
     """A stream whose reader lags this many tokens is not scheduled until it drains."""
+    max_queued_requests: int = 65_536
+    """Requests that may wait beyond the max_num_seqs that can run: one more is refused with
+    `EngineOverloadedError`."""
     num_threads: int | None = None
     """CPU threads for ops; None is what affinity and cgroup allow."""
 
@@ -78,7 +83,11 @@ class EngineConfig:
                 )
         for name in _POSITIVE:
             value = getattr(self, name)
-            optional = name in ("max_model_len", "num_blocks", "num_threads")
+            optional = name not in (
+                "expected_seq_len",
+                "max_buffered_tokens",
+                "max_queued_requests",
+            )
             if value is None and optional:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -87,7 +96,11 @@ class EngineConfig:
             raise ConfigError(
                 f"block_size must be 16 or 32; got {self.block_size!r}", param="block_size"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (
+            self.max_num_seqs is not None
+            and self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step",

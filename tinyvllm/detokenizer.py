@@ -116,9 +116,10 @@ class Detokenizer:
 def token_bytes(tokenizer: Tokenizer, num_tokens: int) -> list[bytes | None] | None:
     """What each id below `num_tokens` adds to a text in UTF-8, perhaps a part of a character; None
     for special tokens and for ids that are none. None altogether when the decoder is of a kind
-    that gives single tokens no text of their own."""
-    pieces = _vocabulary(tokenizer, True).pieces
-    if isinstance(pieces, _NoPieces):
+    that gives single tokens no text of their own, or another one at the start of a text."""
+    vocabulary = _vocabulary(tokenizer, True)
+    pieces = vocabulary.pieces
+    if isinstance(pieces, _NoPieces) or vocabulary.is_positional:
         return None
     found: list[bytes | None] = []
     for token_id in range(num_tokens):
@@ -138,6 +139,7 @@ class _Vocabulary:
         chain = None if "ByteLevel" in names else _chain(steps)
         self.pieces: dict[int, _Piece]
         self.decoder: Callable[[], _Decoder]
+        self.is_positional = chain is not None and chain.is_positional
         if names and names[0] == "ByteLevel" and set(names[1:]) <= {"Fuse"}:
             self.pieces = _Pieces(tokenizer, skip_special_tokens, _byte_level_piece)
             self.decoder = functools.partial(_ByteLevelDecoder, self.pieces)

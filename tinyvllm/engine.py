@@ -373,8 +373,8 @@ class Engine:
             )
         self.max_model_len = runner.max_model_len
         self._scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             block_manager=BlockManager(
                 runner.num_blocks, config.block_size, config.enable_prefix_caching
@@ -382,10 +382,11 @@ class Engine:
             scheduling=config.scheduling,
         )
         self._builder = BatchBuilder(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
             block_size=config.block_size,
+            buckets=runner.buckets,
         )
         self._report("ready", 1.0)
 
@@ -479,7 +480,7 @@ class Engine:
         start = perf_counter()
         schedule = self._scheduler.schedule()
         scheduled = built = launched = perf_counter()
-        runs_ahead = self._runner.runs_ahead and self._builder.continues(schedule)
+        runs_ahead = self._runner.runs_ahead and self._builder.runs_ahead(schedule)
         if schedule:
             if not schedule.is_pure_decode:
                 self._note_admissions(schedule)
@@ -493,7 +494,7 @@ class Engine:
         else:
             assert self._in_flight, "the scheduler has work but schedules nothing"
         self._deliver()
-        if not runs_ahead or len(self._in_flight) > 1:
+        if not schedule or not runs_ahead or len(self._in_flight) > 1:
             self._take_result()
         timings = self.step_timings
         if timings is not None:

@@ -14,6 +14,7 @@ TinyvllmError
 └── EngineError
     ├── EngineClosedError                  used before start() or after aclose()
     ├── EngineOverloadedError              the waiting queue is full; `.retry_after` seconds
+    ├── RequestTimeoutError                the request's `timeout=` is over; `.timeout` seconds
     └── EngineDeadError                    the engine thread failed; `__cause__` says why
 """
 
@@ -102,6 +103,14 @@ class EngineOverloadedError(EngineError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RequestTimeoutError(EngineError):
+    """A request did not end within its `timeout`, in seconds. Its tokens so far came before."""
+
+    def __init__(self, message: str, *, timeout: float) -> None:
+        super().__init__(message)
+        self.timeout = timeout
 
 
 class EngineDeadError(EngineError):

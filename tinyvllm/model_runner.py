@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from tinyvllm.batch import Buckets
 from tinyvllm.errors import ConfigError, NotSupportedError
 from tinyvllm.loader import load_config, load_model
 from tinyvllm.models import ForwardBuffers, KVCache
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from os import PathLike
 
-    from tinyvllm.batch import Batch
+    from tinyvllm.batch import Batch, BatchSize, StepRows
     from tinyvllm.config import EngineConfig, ModelConfig
+    from tinyvllm.cuda_steps import CudaStep, CudaSteps
     from tinyvllm.ops import Graph, Launch, Stream
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,10 @@ logger = logging.getLogger(__name__)
 # One graph per number of decoding sequences; the least recently replayed goes first. A graph is a
 # few hundred kilobytes and a capture costs about as much as two eager steps' op calls.
 _MAX_GRAPHS = 64
+
+# max_num_seqs and max_num_batched_tokens where the user names none: a step that takes a CPU a tenth
+# of a second, and one that fills a GPU.
+_DEFAULT_SIZES = {"cpu": (64, 256), "cuda": (256, 8192)}
 
 Logprobs = tuple[float, dict[int, float]]
 
@@ -85,6 +91,21 @@ class _GraphStep:
         self._launch.cancel()
 
 
+class _CudaStep:
+    """A graph on a GPU's stream."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: CudaStep) -> None:
+        self._step = step
+
+    def result(self) -> StepOutput:
+        return StepOutput(self._step.wait(), {}, *self._step.seconds())
+
+    def cancel(self) -> None:
+        """A step takes less time than to stop it would."""
+
+
 class _EagerStep:
     """Ops that `launch` has run itself."""
 
@@ -115,6 +136,15 @@ class ModelRunner:
     ) -> None:
         self.model_config: ModelConfig = load_config(model_dir)
         self.device = _resolve_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        defaults = _DEFAULT_SIZES[self.device.type]
+        self.max_num_seqs = config.max_num_seqs or min(
+            defaults[0], config.max_num_batched_tokens or defaults[0]
+        )
+        self.max_num_batched_tokens = config.max_num_batched_tokens or max(
+            defaults[1], self.max_num_seqs
+        )
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         self.max_model_len = _resolve_max_model_len(config, self.model_config)
         self.block_size = config.block_size
@@ -138,31 +168,52 @@ class ModelRunner:
         )
         self._buffers = ForwardBuffers.allocate(
             self.model_config,
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
             self.dtype,
             self.device,
         )
         use_graphs = self.ops.supports_graphs and not config.enforce_eager
-        self._stream: Stream | None = self.ops.new_stream() if use_graphs else None
+        self.buckets: Buckets | None = None
+        """The sizes that steps are padded to: on a GPU."""
+        self._stream: Stream | None = None
+        self._cuda: CudaSteps | None = None
+        if self.device.type == "cuda":
+            self._cuda = self._new_cuda_steps(use_graphs, progress)
+        elif use_graphs:
+            self._stream = self.ops.new_stream()
         self.runs_ahead = use_graphs and config.async_scheduling
         """A step may be launched before the result of the last one is asked for."""
         self._graphs: OrderedDict[int, Graph] = OrderedDict()
         self._ops_ended = perf_counter()  # of eager steps
 
     def launch(self, batch: Batch) -> Step:
-        """Start one step, behind those that run already. A pure decode runs beside the caller;
-        any other is run to its end here, alone, with the GIL free during native ops."""
+        """Start one step, behind those that run already. Graphs run beside the caller; what needs
+        ops of its own is run to its end here, alone, with the GIL free during native ops."""
+        if self._cuda is not None:
+            if not batch.special:
+                return _CudaStep(self._cuda.launch(batch))
+            return _EagerStep(self._run_eagerly(batch, self._cuda.upload(batch)))
         if self._stream is not None and batch.is_pure_decode and not batch.special:
             graph = self._decode_graph(batch)
-            return _GraphStep(self._stream.launch(graph, batch.sampling.token_ids))
-        return _EagerStep(self._run(batch))
+            return _GraphStep(self._stream.launch(graph, batch.rows.sampling.token_ids))
+        return _EagerStep(self._run_eagerly(batch, batch.rows))
 
-    def _run(self, batch: Batch) -> StepOutput:
-        buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
+    def close(self) -> None:
+        """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
+        self._stream = None  # ends when what was launched has
+        if self._cuda is not None:
+            self._cuda.close()
+        self._graphs.clear()
+        del self.model, self.kv_cache, self._buffers, self._cuda
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run_eagerly(self, batch: Batch, rows: StepRows) -> StepOutput:
+        buffers = self._buffers.narrow(batch.size.num_tokens, batch.size.num_logits)
         start = perf_counter()
         idle_seconds = start - self._ops_ended
-        self._forward(batch, buffers)
+        self._forward(rows, buffers, batch.is_pure_decode)
         self._ops_ended = perf_counter()
         ops_seconds = self._ops_ended - start
         if not batch.num_logits:
@@ -170,38 +221,41 @@ class ModelRunner:
         masked = self._mask_stop_ids(batch, buffers.logits)
         start = perf_counter()
         idle_seconds += start - self._ops_ended
-        self._sample(batch, buffers)
+        self._sample(rows, buffers)
         self._ops_ended = perf_counter()
         ops_seconds += self._ops_ended - start
-        token_ids: list[int] = batch.drawn.tolist()
+        token_ids: list[int] = rows.sampling.token_ids[: batch.num_logits].tolist()
         for row, ids, values in masked:
             buffers.logits[row, ids] = values
         logprobs = self._logprobs(batch, buffers.logits, token_ids)
         return StepOutput(token_ids, logprobs, ops_seconds, idle_seconds)
 
-    def close(self) -> None:
-        """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
-        self._stream = None  # ends when what was launched has
-        self._graphs.clear()
-        del self.model, self.kv_cache, self._buffers
+    def _run_step(self, rows: StepRows, size: BatchSize, is_pure_decode: bool) -> None:
+        """All ops of a step, from token ids to token ids."""
+        buffers = self._buffers.narrow(size.num_tokens, size.num_logits)
+        self._forward(rows, buffers, is_pure_decode)
+        self._sample(rows, buffers)
 
-    def _forward(self, batch: Batch, buffers: ForwardBuffers) -> None:
-        rows, draw = batch.forward, batch.sampling
-        if batch.is_pure_decode:
+    def _forward(self, rows: StepRows, buffers: ForwardBuffers, is_pure_decode: bool) -> None:
+        forward, draw = rows.forward, rows.sampling
+        if is_pure_decode:
             self.ops.advance_decode(
-                rows.input_ids,
-                rows.positions,
-                rows.seq_lens,
+                forward.input_ids,
+                forward.positions,
+                forward.seq_lens,
                 draw.step_idx,
-                rows.slot_mapping,
+                forward.slot_mapping,
                 draw.token_ids,
-                rows.block_tables,
+                forward.block_tables,
                 self.block_size,
             )
-        self.model.forward(buffers, rows, self.kv_cache)
+        elif self._cuda is not None:
+            drawn = self._cuda.drawn
+            self.ops.take_drawn(forward.input_ids, drawn, rows.source_rows)
+        self.model.forward(buffers, forward, self.kv_cache)
 
-    def _sample(self, batch: Batch, buffers: ForwardBuffers) -> None:
-        draw = batch.sampling
+    def _sample(self, rows: StepRows, buffers: ForwardBuffers) -> None:
+        draw = rows.sampling
         self.ops.sample(
             draw.token_ids,
             buffers.logits,
@@ -214,15 +268,13 @@ class ModelRunner:
         )
 
     def _decode_graph(self, batch: Batch) -> Graph:
-        """The whole step for this number of sequences, captured at its first use."""
+        """On a CPU: the whole step for this number of sequences, captured at its first use."""
         graph = self._graphs.get(batch.num_seqs)
         if graph is not None:
             self._graphs.move_to_end(batch.num_seqs)
             return graph
-        buffers = self._buffers.narrow(batch.num_tokens, batch.num_logits)
         with self.ops.capture() as graph:
-            self._forward(batch, buffers)
-            self._sample(batch, buffers)
+            self._run_step(batch.rows, batch.size, is_pure_decode=True)
         if len(self._graphs) >= _MAX_GRAPHS:
             self._graphs.popitem(last=False)
         self._graphs[batch.num_seqs] = graph
@@ -256,11 +308,33 @@ class ModelRunner:
             result[seq.seq_id] = float(logprobs[token_ids[row]]), dict(pairs)
         return result
 
+    def _new_cuda_steps(
+        self, use_graphs: bool, progress: Callable[[str, float], None] | None
+    ) -> CudaSteps:
+        from tinyvllm.cuda_steps import CudaSteps
+
+        self.buckets = Buckets(self.max_num_seqs, self.max_num_batched_tokens)
+        self._cuda = steps = CudaSteps(
+            device=self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_blocks=-(-self.max_model_len // self.block_size),
+            buckets=self.buckets,
+            run=self._run_step,
+        )
+        if use_graphs:
+            steps.capture_all(
+                lambda done: progress("capturing graphs", done) if progress is not None else None
+            )
+        return steps
+
     def _size_pool(self, config: EngineConfig) -> int:
         """KV blocks: as configured, else what the configured load needs within half of the free
         memory. Raises `ConfigError` when not even one block fits."""
         block_bytes = KVCache.num_bytes_per_block(self.model_config, config.block_size, self.dtype)
         free = free_memory()
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
         if config.num_blocks is not None:
             if config.num_blocks * block_bytes > free:
                 raise ConfigError(
@@ -271,7 +345,7 @@ class ModelRunner:
                 )
             return config.num_blocks
         per_seq = min(config.expected_seq_len * 3 / 2, self.max_model_len)
-        wanted = config.max_num_seqs * -(-int(per_seq) // config.block_size)
+        wanted = self.max_num_seqs * -(-int(per_seq) // config.block_size)
         # One sequence of full length always fits, if memory allows.
         wanted = max(wanted, -(-self.max_model_len // config.block_size))
         num_blocks = min(wanted, free // 2 // block_bytes)
@@ -292,11 +366,38 @@ class ModelRunner:
 
 
 def _resolve_device(device: str) -> torch.device:
-    if device.startswith("cuda"):
-        raise NotSupportedError(
-            f'device {device!r} is not supported yet; use "cpu" or "auto"', param="device"
-        )
-    return torch.device("cpu")
+    """Raises `NotSupportedError` for a GPU that is not there, or that `_C` has no kernels for."""
+    if device == "cpu" or (device == "auto" and not _num_cuda_devices()):
+        return torch.device("cpu")
+    resolved = torch.device("cuda" if device == "auto" else device)
+    index = resolved.index or 0
+    if index >= (count := _num_cuda_devices()):
+        found = f"{count} usable GPUs are here" if count else _no_cuda_reason()
+        raise NotSupportedError(f'device {device!r}: {found}; use "cpu" or "auto"', param="device")
+    return torch.device("cuda", index)
+
+
+def _num_cuda_devices() -> int:
+    """GPUs that torch and the kernels of `_C` can both use."""
+    try:
+        from tinyvllm import _C
+    except ImportError:
+        return 0
+    if not _C.has_cuda or not torch.cuda.is_available():
+        return 0
+    return min(_C.num_cuda_devices(), torch.cuda.device_count())
+
+
+def _no_cuda_reason() -> str:
+    try:
+        from tinyvllm import _C
+    except ImportError:
+        return "the compiled extension is missing"
+    if not _C.has_cuda:
+        return "this tinyvllm was built without CUDA (reinstall it with nvcc on PATH)"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    return "no GPU, or no driver, was found"
 
 
 def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

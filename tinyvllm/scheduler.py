@@ -7,6 +7,11 @@ Order is strict: `seq.order` is (priority, arrival), lower first.
   * Prompts: running ones continue before new ones are admitted, unless the new one's priority is
     strictly better. The head of the queue is never overtaken, so every wait is bounded by the work
     ahead of it.
+  * A prompt that one step cannot end gives half of the step to later ones of its priority that are
+    shorter than what is left of it. So short prompts pass a long one without waiting for its end,
+    and whatever comes after it, it is computed in at most twice the steps that it takes alone:
+    a prompt of T tokens with W tokens of prompts ahead (of its priority or better) is computed
+    2 * (W + T) / budget steps after those have slots, where budget is what decodes leave of a step.
   * Admission takes a slot and the blocks of all known tokens at once (with one token to spare), so
     a prompt never runs out of blocks half-way and a preempted sequence returns only when it can
     stay.
@@ -58,6 +63,10 @@ _order = attrgetter("order")
 _entry_order = attrgetter("seq.order")
 
 
+def _order_of(seq: Sequence) -> tuple[int, ...]:
+    return (seq.priority, seq.arrival, *((seq.choice,) if seq.choice else ()))
+
+
 @dataclass(slots=True, eq=False)
 class Update:
     """What a step's result changed. Nothing in it changes later."""
@@ -74,7 +83,7 @@ class Scheduler:
     """Decides what each step runs. Engine thread only, except `check_prompt_len`.
 
     A step is `schedule()`, then the model, then `update()`; every schedule is updated, in order.
-    `add`, `abort`, `finish` and `set_paused` may come at any time.
+    `add`, `abort`, `finish`, `set_paused` and `set_priority` may come at any time.
     """
 
     def __init__(
@@ -156,15 +165,24 @@ class Scheduler:
             )
 
     def add(self, seq: Sequence) -> None:
-        """Queues `seq`; cuts its `max_tokens` to what fits. Raises as `check_prompt_len`."""
-        assert seq.seq_id not in self._sequences and not seq.paused, seq
+        """Queues `seq`; cuts its `max_tokens` to what fits. Raises as `check_prompt_len`.
+
+        Its forks are queued right behind it once its prompt is computed, whose blocks they share.
+        """
         self.check_prompt_len(seq.num_prompt_tokens)
-        seq.max_len = min(seq.max_len, self.max_seq_len)
-        seq.max_tokens = seq.max_len - seq.num_prompt_tokens
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1
-        seq.order = (seq.priority, seq.arrival)
+        for fork in seq.forks:
+            fork.arrival = seq.arrival
+        self._enter(seq)
+
+    def _enter(self, seq: Sequence) -> None:
+        assert seq.seq_id not in self._sequences, seq
+        seq.max_len = min(seq.max_len, self.max_seq_len)
+        seq.max_tokens = seq.max_len - seq.num_prompt_tokens
+        seq.order = _order_of(seq)
         self._sequences[seq.seq_id] = seq
+        self.num_paused += seq.paused
         self._list(seq)
 
     def abort(self, seq_id: int, reason: FinishReason = "abort") -> Sequence | None:
@@ -180,11 +198,12 @@ class Scheduler:
         """Ends `seq` and frees its slot and blocks; nothing when it has finished before."""
         if seq.status is _FINISHED:
             return
-        self._unlist(seq)
-        self._release(seq)
-        del self._sequences[seq.seq_id]
-        if seq.paused:
-            self.num_paused -= 1
+        if seq.seq_id in self._sequences:  # else a fork that has not arrived yet
+            self._unlist(seq)
+            self._release(seq)
+            del self._sequences[seq.seq_id]
+            if seq.paused:
+                self.num_paused -= 1
         seq.status = _FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
@@ -205,6 +224,19 @@ class Scheduler:
             seq.paused = False
             self.num_paused -= 1
             self._list(seq)
+
+    def set_priority(self, seq_id: int, priority: int) -> None:
+        """Changes the place of a sequence, waiting or running; nothing when it has finished."""
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.priority == priority:
+            return
+        self._unlist(seq)
+        seq.priority = priority
+        seq.order = _order_of(seq)
+        self._list(seq)
+        for fork in seq.forks:
+            if fork.seq_id not in self._sequences:
+                fork.priority = priority
 
     def schedule(self) -> Schedule:
         """The next step. Allocates its blocks. Empty when steps in flight have to end first."""
@@ -262,6 +294,8 @@ class Scheduler:
                 self._unlist(seq)
                 seq.status = _DECODE
                 self._list(seq)
+                if seq.forks:
+                    self._enter_forks(seq)
                 seq.token_ids.append(token_id)
                 self._check_stop(seq, token_id, finished)
                 result.entries.append(entry)
@@ -328,11 +362,19 @@ class Scheduler:
             )
         ]
 
+    def _enter_forks(self, seq: Sequence) -> None:
+        forks, seq.forks = seq.forks, []
+        for fork in forks:
+            if fork.status is not _FINISHED:
+                self._enter(fork)
+
     def _schedule_chunks(self, preempted: list[Sequence]) -> list[ScheduledSequence]:
         """Prompt chunks for what the decodes leave of the budget, admitting as it goes."""
-        chunks: list[ScheduledSequence] = []
+        chunks: list[tuple[Sequence, int]] = []
         num_tokens = 0
         admitting = True
+        long: Sequence | None = None  # the one that this step cannot end; its place in chunks
+        long_idx = long_remaining = 0
         if self.is_static:
             # A batch is admitted whole, and only when nothing of the last one can run.
             if not self._prefills and not self._decodes:
@@ -345,13 +387,18 @@ class Scheduler:
             # Not a running difference: displacing a decode gives its token back. Decodes that fill
             # the budget fill all slots, and then a head is admitted only by displacing one.
             budget = self.max_num_batched_tokens - len(self._decodes) - num_tokens
-            if budget <= 0 and chunks:
+            if budget <= 0 and (chunks or long is not None):
                 break
             while i < len(prefills) and prefills[i].status is not _PREFILL:
                 i += 1  # preempted in this loop
             running = prefills[i] if i < len(prefills) else None
             head = self._waiting[0] if admitting and self._waiting else None
             if head is not None and (running is None or head.priority < running.priority):
+                if long is not None and (
+                    head.priority != long.priority or len(head.token_ids) >= long_remaining
+                ):
+                    admitting = False
+                    continue
                 if head in preempted or not self._admit(head, preempted):
                     admitting = False
                     continue
@@ -365,10 +412,26 @@ class Scheduler:
             remaining = len(seq.token_ids) - seq.num_scheduled_tokens
             if remaining == 0:  # all of it is in flight
                 continue
+            if long is not None:
+                if seq.priority != long.priority:
+                    break
+                if remaining >= long_remaining:
+                    continue
+            elif remaining > budget:
+                long, long_idx, long_remaining = seq, len(chunks), remaining
+                num_tokens += -(-budget // 2)  # at least; and what is over in the end
+                continue
             n = min(remaining, budget)
             num_tokens += n
-            chunks.append(ScheduledSequence(seq, n, n == remaining))
-        return chunks
+            chunks.append((seq, n))
+        if long is not None and long.status is _PREFILL:
+            shared = sum(n for _, n in chunks)
+            rest = self.max_num_batched_tokens - len(self._decodes) - shared
+            chunks.insert(long_idx, (long, min(long_remaining, rest)))
+        return [
+            ScheduledSequence(seq, n, n == len(seq.token_ids) - seq.num_scheduled_tokens)
+            for seq, n in chunks
+        ]
 
     def _admit(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Gives the waiting `seq` a slot and blocks, displacing others where it may."""

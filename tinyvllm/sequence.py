@@ -47,9 +47,12 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "choice",
+        "detokenizer",
         "capacity",
         "eos_token_ids",
         "finish_reason",
+        "forks",
         "max_len",
         "max_tokens",
         "min_len",
@@ -61,8 +64,10 @@ class Sequence:
         "order",
         "owner",
         "params",
+        "parent",
         "paused",
         "priority",
+        "reads_prefix_cache",
         "request_id",
         "seed",
         "seq_id",
@@ -72,6 +77,7 @@ class Sequence:
         "stop_reason",
         "token_ids",
         "waits_for_token",
+        "writes_prefix_cache",
     )
 
     def __init__(
@@ -104,6 +110,8 @@ class Sequence:
         """Chained digests of the first full blocks, as far as they were ever needed."""
         self.cache_salt = b""
         """Root of the hash chain: sequences with different salts share no blocks."""
+        self.reads_prefix_cache = True
+        self.writes_prefix_cache = True
         self.slot = -1
         self.params = params
         self.eos_token_ids = tuple(eos_token_ids)
@@ -118,8 +126,15 @@ class Sequence:
         self.max_len = self.num_prompt_tokens + self.max_tokens
         self.priority = priority
         self.arrival = -1
-        self.order = (priority, self.arrival)
-        """What scheduling compares: lower goes first. Set by `Scheduler.add`."""
+        self.order: tuple[int, ...] = (priority, self.arrival)
+        """What scheduling compares: lower goes first. Set by `Scheduler`: (priority, arrival), and
+        for choice i > 0 of a request (priority, arrival, i)."""
+        self.choice = 0
+        """Which of the request's `n` outputs this is."""
+        self.forks: list[Sequence] = []
+        """The other choices, which arrive when this one's prompt is computed."""
+        self.parent: Sequence | None = None
+        """Choice 0, whose prompt blocks this one shares."""
         if seed is None:
             seed = params.seed
         self.seed = int.from_bytes(os.urandom(8), "little") >> 1 if seed is None else seed
@@ -135,6 +150,32 @@ class Sequence:
         self.num_preemptions = 0
         self.owner = owner
         """The engine's record of the request; nothing here looks at it."""
+        self.detokenizer: Any = None
+        """The engine's, like `owner`."""
+
+    def fork(self, seq_id: int, choice: int, seed: int) -> Sequence:
+        """Another choice of the same request: the same prompt and parameters, another seed.
+
+        To be called before `Scheduler.add`, which takes the forks along.
+        """
+        child = Sequence(
+            seq_id,
+            self.token_ids,
+            self.params,
+            request_id=self.request_id,
+            priority=self.priority,
+            eos_token_ids=self.eos_token_ids,
+            seed=seed,
+            owner=self.owner,
+        )
+        child.cache_salt = self.cache_salt
+        child.reads_prefix_cache = self.reads_prefix_cache
+        child.writes_prefix_cache = self.writes_prefix_cache
+        child.waits_for_token = self.waits_for_token
+        child.choice = choice
+        child.parent = self
+        self.forks.append(child)
+        return child
 
     @property
     def num_output_tokens(self) -> int:

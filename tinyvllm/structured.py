@@ -166,12 +166,28 @@ class _Vocabulary:
                 text = (piece or f"<[{token_id}]>").encode()
                 self.special_token_ids.append(token_id)
             self.tokens.append(text)
+        special = set(self.special_token_ids)
+        self._ids = {text: i for i, text in enumerate(self.tokens) if i not in special}
+        self._max_len = max(map(len, self._ids), default=0)
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """The tokens of a text that the grammar leaves no choice about, as the model would have
+        them; of exactly this text, where the tokenizer puts a space before it or changes it."""
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
+        if b"".join(self.tokens[i] for i in ids) == data:
+            return ids
+        ids, at = [], 0
+        while at < len(data):
+            end = min(len(data), at + self._max_len)
+            while end > at and data[at:end] not in self._ids:
+                end -= 1
+            if end == at:  # no token begins so
+                break
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
 
 
 def _error(name: str, message: str) -> InvalidParameterError:

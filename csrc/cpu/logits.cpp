@@ -8,9 +8,9 @@
 // i % 32 of word i / 32 for token i.
 //
 // Work. One row a thread. adjust_logits walks over words of 32 tokens and reads counts only of a
-// slot that has penalties; the biased tokens, few, are done again. top_logprobs sorts nothing but a
-// few candidates: a pass for the maximum, one for the sum, one for a bound that k logits reach, one
-// for those above it.
+// slot that has penalties, few words of which have a token to penalize; the biased tokens, few, are
+// done again. top_logprobs sorts nothing but a few candidates: a pass for the maximum, one for the
+// sum, one for a bound that k logits reach, one for those above it.
 #ifdef TINYVLLM_ISA
 #include "simd.h"
 #include "simd_tail.h"
@@ -19,7 +19,7 @@ namespace tinyvllm::cpu::TINYVLLM_ISA {
 
 // Token j of a word, `x` its logit. Both branches are computed, so that loops over j are vectors.
 TINYVLLM_INLINE float adjust_one(float x, int j, const SlotWord& word, const Penalties& p) {
-  const int32_t count = word.counts == nullptr ? 0 : word.counts[j];
+  const int32_t count = word.counts[j];
   const bool in_output = count > 0, seen = in_output | ((word.prompt >> j & 1) != 0);
   const float divided = x / p.repetition, multiplied = x * p.repetition;
   const float repeated = x > 0 ? divided : multiplied;
@@ -35,6 +35,17 @@ void adjust_word(float* out, const float* x, const SlotWord& word, const Penalti
   } else {
     for (int j = 0; j < tokens; ++j) out[j] = adjust_one(x[j], j, word, p);
   }
+}
+
+// Does the output have any of the word's tokens?
+bool is_counted(const int32_t* counts, int tokens) {
+  int32_t any = 0;
+  if (tokens == kWordTokens) {
+    for (int j = 0; j < kWordTokens; ++j) any |= counts[j];
+  } else {
+    for (int j = 0; j < tokens; ++j) any |= counts[j];
+  }
+  return any != 0;
 }
 
 // out[j] = x[j] where bit j is set, else -inf.
@@ -121,10 +132,11 @@ void adjust_row(float* out, const float* x, int64_t n, const Slot& slot) {
   const bool penalized = slot.penalties.any();
   const auto adjust_word = TINYVLLM_DISPATCH(adjust_word);
   const auto mask_word = TINYVLLM_DISPATCH(mask_word);
+  const auto is_counted = TINYVLLM_DISPATCH(is_counted);
   for (int64_t i = 0; i < n; i += kWordTokens) {
     const int tokens = static_cast<int>(std::min<int64_t>(kWordTokens, n - i));
     const SlotWord word = slot.word(i / kWordTokens);
-    if (penalized) {
+    if (penalized && (word.prompt != 0 || is_counted(word.counts, tokens))) {
       adjust_word(out + i, x + i, word, slot.penalties, tokens);
     } else if (word.allowed == ~0u) {
       std::memcpy(out + i, x + i, tokens * sizeof(float));

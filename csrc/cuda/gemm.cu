@@ -256,9 +256,7 @@ struct Tile {
   static constexpr int kThreads = 128 * kConsumers + (kMovesRegisters ? 128 : 32);
   static constexpr int kStages = 192 * 1024 / kBlocks / (kXBytes + kWBytes);
   static constexpr int kSharedBytes = kStages * (kXBytes + kWBytes + 16);
-  // Where there are registers for it: the residual is loaded before the product, and the sums of
-  // the groups of K before lie beside those of this group.
-  static constexpr bool kLoadsEarly = kRows <= 128;
+  // Sums of the groups of K before, beside those of this one: where there are registers for them.
   static constexpr bool kHasTotals = kMode == Mode::kAlone && kRows == 128;
 };
 
@@ -460,6 +458,7 @@ __global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
   } else {
     if constexpr (T::kMovesRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     wait_for_previous_kernels();
+    constexpr bool kLoadsEarly = kRows <= 128;  // the residual: where there are registers
     float acc[kRows / 2];
     Slot<T::kStages> slot;
     const int g = lane / 4, c = lane % 4;
@@ -504,7 +503,7 @@ __global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
           if (pair_of(i) < kPairs) load_residual(residual[i], p, token, strip + 2 * pair_of(i), c);
         }
       };
-      if constexpr (T::kLoadsEarly) load_residuals();
+      if constexpr (kLoadsEarly) load_residuals();
       if constexpr (kMode == Mode::kSplit) {
         multiply(first_step(p, rank), first_step(p, rank + 1));
       } else if constexpr (T::kHasTotals) {
@@ -556,7 +555,7 @@ __global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
           finish(sums, residual[i], p, token, strip + 2 * pair, c);
         }
       } else {
-        if constexpr (!T::kLoadsEarly) load_residuals();
+        if constexpr (!kLoadsEarly) load_residuals();
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
           float sums[16];
@@ -572,6 +571,8 @@ __global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
     cluster_sync_relaxed();  // no block leaves while another still reads or writes its shared
                              // memory
   }
+#else
+  __trap();  // launched on sm_90 alone, which must be compiled as 90a
 #endif
 }
 
@@ -599,8 +600,8 @@ __device__ __noinline__ uint4 load_odd_octet(const GemmParams& m, int token, int
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A block makes one tile of 128 tokens x 64 weight rows. 130 KiB of 3 stages do not fit everywhere,
-// 72 KiB do: [x, 16 KiB: tensor_cores.cuh's rows of 8 chunks | weight, 8 KiB: strip, tile].
+// A block makes one tile of 128 tokens x 64 weight rows. Shared memory: 3 stages of 24 KiB, what
+// every GPU has room for, [x: tensor_cores.cuh's rows of 8 chunks | weight: strip, tile].
 __global__ void __launch_bounds__(kPortableWarps * 32, 1)
     gemm_portable_kernel(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) char shared[];

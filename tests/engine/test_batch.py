@@ -34,7 +34,7 @@ def check(batch: Batch, schedule: Schedule, block_size: int) -> None:
         cu.append(len(ids))
         seq_lens.append(end)
         num_blocks = -(-end // block_size)
-        table = batch.forward.block_tables[row, :num_blocks].tolist()
+        table = batch.rows.forward.block_tables[row, :num_blocks].tolist()
         assert table == seq.block_table[:num_blocks]
         if entry.samples:
             logits_indices.append(len(ids) - 1)
@@ -43,7 +43,7 @@ def check(batch: Batch, schedule: Schedule, block_size: int) -> None:
                 special.append((len(sampling), seq))
             drawn = seq.num_output_tokens
             sampling.append((p.temperature, p.top_k, p.top_p, p.min_p, seq.seed, drawn))
-    forward, draw = batch.forward, batch.sampling
+    forward, draw = batch.rows.forward, batch.rows.sampling
     if batch.is_pure_decode:  # what the step itself begins with
         reference.advance_decode(
             forward.input_ids,
@@ -66,7 +66,7 @@ def check(batch: Batch, schedule: Schedule, block_size: int) -> None:
         assert column.tolist() == pytest.approx(list(wanted), rel=1e-6)
     assert all(len(column) == len(sampling) for column in (*columns, draw.token_ids))
     assert list(batch.special) == special
-    shape = (batch.num_tokens, batch.num_seqs, batch.num_logits)
+    shape = (batch.size.num_tokens, batch.num_seqs, batch.num_logits)
     assert shape == (len(ids), len(seq_lens), len(sampling))
 
 
@@ -125,7 +125,7 @@ def test_every_step_of_a_random_run(seed: int, num_blocks: int) -> None:
         # What ops.sample would leave in memory.
         drawn = [rng.randrange(9) for _ in range(batch.num_logits)]
         for row, token_id in enumerate(drawn):
-            batch.sampling.token_ids[row] = token_id
+            batch.rows.sampling.token_ids[row] = token_id
         scheduler.update(schedule, drawn)
         live = [seq for seq in live if seq.finish_reason is None]
     assert num_pure > 20 and num_mixed > 20

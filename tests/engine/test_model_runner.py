@@ -97,14 +97,14 @@ class Steps:
     def __init__(self, model_dir: Path, config: EngineConfig) -> None:
         self.runner = ModelRunner(model_dir, config)
         self.scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=self.runner.max_num_seqs,
+            max_num_batched_tokens=self.runner.max_num_batched_tokens,
             max_model_len=self.runner.max_model_len,
             block_manager=BlockManager(self.runner.num_blocks, config.block_size),
         )
         self.builder = BatchBuilder(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=self.runner.max_num_seqs,
+            max_num_batched_tokens=self.runner.max_num_batched_tokens,
             max_model_len=self.runner.max_model_len,
             block_size=config.block_size,
         )

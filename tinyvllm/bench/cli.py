@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ COMMANDS = {
     "start": "process start to first token, model cached",
     "ops": "tinyvllm's ops, one by one, in real steps",
     "step": "tinyvllm's host time per token, phase by phase",
+    "gateway": "streams of chats, from the library and through the WebSocket gateway",
     "all": "everything above",
 }
 
@@ -186,16 +188,7 @@ class Bench:
         found: list[Contender] = []
         for name in self._names:
             try:
-                engine = contenders.create(
-                    name,
-                    Settings(
-                        model_dir=self._model_dir,
-                        device=self._device,
-                        num_threads=self._options.threads,
-                        max_num_seqs=workload.num_requests,
-                        max_model_len=workload.max_model_len,
-                    ),
-                )
+                engine = contenders.create(name, self._settings(workload))
             except UnavailableError as reason:
                 self._report.note(f"{name} is left out: {reason}")
                 continue
@@ -203,6 +196,15 @@ class Bench:
         if not found:
             raise UnavailableError("none of the engines can run here")
         return found
+
+    def _settings(self, workload: Workload) -> Settings:
+        return Settings(
+            model_dir=self._model_dir,
+            device=self._device,
+            num_threads=self._options.threads,
+            max_num_seqs=workload.num_requests,
+            max_model_len=workload.max_model_len,
+        )
 
     def _compare(
         self,
@@ -291,6 +293,26 @@ class Bench:
             self._sizes.step,
             options.rounds,
         )
+
+    def _gateway(self) -> None:
+        from tinyvllm.bench.contenders.gateway_client import ChatContender, GatewayContender
+
+        for workload in self._sizes.streams:
+            settings = self._settings(workload)
+            with ExitStack() as stack:
+                engines: list[Contender] = [
+                    stack.enter_context(closing(ChatContender(settings))),
+                    stack.enter_context(closing(GatewayContender(settings))),
+                ]
+                renamed = replace(workload, name=f"gateway: {workload.name}")
+                rows, _ = measure.compare(
+                    renamed,
+                    engines,
+                    self._options.rounds,
+                    self._config.vocab_size,
+                    measure.streams_metrics,
+                )
+            self._report.rows(rows)
 
 
 _MODULES = {"tinyvllm": "tinyvllm", "transformers": "transformers", "llama.cpp": "llama_cpp"}

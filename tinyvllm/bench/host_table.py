@@ -86,14 +86,12 @@ def host_table(
 async def _measure(
     model_dir: Path, device: str, num_threads: int, workload: Workload, rounds: int
 ) -> list[dict[str, float]]:
-    default = tinyvllm.EngineConfig()
     found = []
     async with tinyvllm.AsyncEngine(
         model_dir,
         device=device,
         num_threads=num_threads,
-        max_num_seqs=max(default.max_num_seqs, workload.num_requests),
-        max_num_batched_tokens=max(default.max_num_batched_tokens, workload.num_requests),
+        max_num_seqs=max(64, workload.num_requests),
         max_model_len=workload.max_model_len,
         # An engine far ahead of its readers would be done before they start the clock.
         max_buffered_tokens=_SETTLE,

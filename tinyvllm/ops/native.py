@@ -22,6 +22,7 @@ name = "native"
 supports_graphs = True
 
 advance_decode = _C.advance_decode
+take_drawn = _C.take_drawn
 embedding = _C.embedding
 rms_norm = _C.rms_norm
 rotary_embedding_store_kv = _C.rotary_embedding_store_kv

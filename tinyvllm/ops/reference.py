@@ -55,6 +55,12 @@ def advance_decode(
     slot_mapping.copy_(block_ids * block_size + positions % block_size)
 
 
+def take_drawn(input_ids: Tensor, token_ids: Tensor, source_rows: Tensor) -> None:
+    """input_ids[t] = token_ids[source_rows[t]] where that is not negative."""
+    wanted = source_rows >= 0
+    input_ids[wanted] = token_ids[source_rows[wanted].long()]
+
+
 def embedding(out: Tensor, input_ids: Tensor, weight: Tensor) -> None:
     """out[t] = weight[input_ids[t]]."""
     out.copy_(weight[input_ids.long()])

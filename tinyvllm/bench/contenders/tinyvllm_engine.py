@@ -22,12 +22,10 @@ class TinyvllmContender:
     version = tinyvllm.__version__
 
     def __init__(self, settings: Settings) -> None:
-        default = tinyvllm.EngineConfig()
         config = tinyvllm.EngineConfig(
             device=settings.device,
             num_threads=settings.num_threads,
-            max_num_seqs=max(default.max_num_seqs, settings.max_num_seqs),
-            max_num_batched_tokens=max(default.max_num_batched_tokens, settings.max_num_seqs),
+            max_num_seqs=max(64, settings.max_num_seqs),
             max_model_len=settings.max_model_len,
         )
         self.engine = tinyvllm.AsyncEngine(settings.model_dir, config)
