@@ -68,6 +68,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, process_wide_descriptors: None) ->
     threads = set(threading.enumerate())
     files = _open_files()
     engines: list[Any] = []
+    device_bytes = _device_bytes()
     module = sys.modules.get("tinyvllm.engine")
     if module is not None:
         start = module.Engine.start
@@ -91,10 +92,19 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, process_wide_descriptors: None) ->
             assert stats.num_free_blocks == stats.num_blocks, stats
             assert (stats.num_running, stats.num_waiting, stats.num_paused) == (0, 0, 0), stats
     engines.clear()
+    if _device_bytes() > device_bytes:
+        gc.collect()
+    assert _device_bytes() <= device_bytes, "device memory is left"
     if _open_files() - files:
         gc.collect()
     left_open = _open_files() - files
     assert not left_open, f"file descriptors left: {left_open}"
+
+
+def _device_bytes() -> int:
+    """What torch has allocated on the GPU; 0 without one."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def _is_known(thread: threading.Thread) -> bool:

@@ -44,7 +44,7 @@ _MAX_GRAPHS = 64
 
 # max_num_seqs and max_num_batched_tokens where the user names none: a step that takes a CPU a tenth
 # of a second, and one that fills a GPU.
-_DEFAULT_SIZES = {"cpu": (64, 256), "cuda": (256, 8192)}
+DEFAULT_SIZES = {"cpu": (64, 256), "cuda": (256, 8192)}
 
 Logprobs = tuple[float, dict[int, float]]
 
@@ -138,7 +138,7 @@ class ModelRunner:
         self.device = _resolve_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
-        defaults = _DEFAULT_SIZES[self.device.type]
+        defaults = DEFAULT_SIZES[self.device.type]
         self.max_num_seqs = config.max_num_seqs or min(
             defaults[0], config.max_num_batched_tokens or defaults[0]
         )

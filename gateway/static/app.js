@@ -1,359 +1,254 @@
 // @ts-check
-/** The chat page: one conversation, kept in memory, streamed through `client.js`. */
+/**
+ * The chat page: its parts, put together. `chats.js` knows the conversations, `thread.js`,
+ * `sidebar.js`, `composer.js` and `engine.js` show them, `client.js` speaks to the server.
+ */
 
+import { Chats } from "./chats.js";
 import { ResponsesClient } from "./client.js";
-import { MarkdownView, copyText, element } from "./markdown.js";
+import { Composer } from "./composer.js";
+import { byId } from "./dom.js";
+import { EngineView } from "./engine.js";
+import { Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { Store } from "./store.js";
+import { Thread } from "./thread.js";
 
-/** @param {string} id @returns {any} */
-const byId = (id) => document.getElementById(id);
-
-const SETTINGS_KEY = "tinyvllm.settings";
 const THEME_KEY = "tinyvllm.theme";
-const STATE_WORDS = { connecting: "connecting", open: "connected", waiting: "offline", closed: "closed" };
-/** Nearer to the bottom than this, in pixels, the reader follows the answer. */
-const FOLLOW_PX = 48;
+const ENGINE_KEY = "tinyvllm.engine";
+const STATE_WORDS = {
+  connecting: "connecting",
+  open: "connected",
+  waiting: "offline",
+  closed: "closed",
+};
+const UNAUTHORIZED = 1008;
+/** Wider than this, panels stand beside the conversation; else they lie over it. */
+const wide = matchMedia("(min-width: 60rem)");
 
 const url = new URL("/v1/responses", location.href);
 url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
+url.hash = "";
 const client = new ResponsesClient(url);
+const settings = new Settings();
+const chats = new Chats(client, await Store.open(), settings);
+const thread = new Thread(chats);
+new Sidebar(chats);
+const composer = new Composer(chats, client, () => thread.follow());
+const engine = new EngineView(client, (tag) => chats.nameOf(tag));
 
-/** @type {import("./client.js").Message[]} */
-let history = [];
-/** @type {import("./client.js").Answer | null} */
-let running = null;
 let modelName = "";
+let countdown = 0;
 
-// Storage can be blocked or full: the page works without.
+// Connection
 
-/** @param {string} key */
-function load(key) {
-  try {
-    return JSON.parse(localStorage.getItem(key) ?? "null");
-  } catch {
-    return null;
+async function describeModel() {
+  const reply = await fetch("/v1/models");
+  if (!reply.ok) return; // 401: the socket says so too. The name comes with the next connection.
+  const [model] = (await reply.json()).data;
+  modelName = model.id;
+  settings.adopt(model.tinyvllm);
+  composer.setMaxLength(model.tinyvllm.max_model_len);
+  byId("model").textContent = modelName;
+  byId("welcome-model").textContent = modelName;
+  document.title = `${modelName} · tinyvllm`;
+}
+
+function showConnection() {
+  const { state } = client;
+  byId("connection").dataset.state = state;
+  byId("state").textContent = STATE_WORDS[state];
+  clearInterval(countdown);
+  if (state === "open") {
+    byId("banner").hidden = true;
+    chats.goOn();
+    if (!modelName) describeModel().catch(() => {}); // The banner tells of a server that is away.
+  } else if (state === "waiting") {
+    tellWaiting();
+    countdown = setInterval(tellWaiting, 500);
+  } else if (state === "closed") {
+    if (client.closeCode === UNAUTHORIZED && client.closeReason.includes("unauthorized"))
+      byId("login").showModal();
+    tell(
+      `The server closed the connection${client.closeReason ? `: ${client.closeReason}` : ""}.`,
+      "Connect again",
+    );
   }
 }
 
+function tellWaiting() {
+  const seconds = Math.max(0, Math.ceil((client.retryAt - Date.now()) / 1000));
+  const running = chats.running() ? " The answer goes on when it is back." : "";
+  tell(`Connection lost. Next try in ${seconds} s.${running}`, "Try now");
+}
+
+/** @param {string} text @param {string} action */
+function tell(text, action) {
+  byId("banner-text").textContent = text;
+  byId("retry").textContent = action;
+  byId("banner").hidden = false;
+}
+
+client.addEventListener("state", showConnection);
+client.addEventListener("draining", () => {
+  tell("The server is about to restart. Running answers still finish.", "Connect again");
+});
+byId("retry").addEventListener("click", () => client.retryNow());
+addEventListener("online", () => client.retryNow());
+
+byId("login-form").addEventListener("submit", async (/** @type {Event} */ event) => {
+  event.preventDefault();
+  // The cookie that comes back goes along with every later request; no script can read it.
+  const headers = { Authorization: `Bearer ${byId("key").value}` };
+  const reply = await fetch("/login", { method: "POST", headers }).catch(() => null);
+  byId("login-error").hidden = reply?.ok ?? false;
+  byId("login-error").textContent = reply ? "That is not the key." : "The server does not answer.";
+  if (!reply?.ok) return;
+  byId("key").value = "";
+  byId("login").close();
+  client.retryNow();
+});
+
+// Panels
+
+/** @param {string} name "sidebar", "settings" or "engine" @param {boolean} isOpen */
+function openPanel(name, isOpen) {
+  if (name === "engine") engine.open(isOpen);
+  else byId(name).hidden = !isOpen;
+  byId(`${name}-toggle`).setAttribute("aria-expanded", String(isOpen));
+  // Two panels over a small screen would hide each other.
+  if (isOpen && !wide.matches) {
+    for (const other of ["sidebar", "settings", "engine"])
+      if (other !== name) openPanel(other, false);
+  }
+  byId("shade").hidden = wide.matches || ["sidebar", "engine"].every((panel) => byId(panel).hidden);
+  if (name === "engine") remember(ENGINE_KEY, isOpen && wide.matches ? "open" : null);
+}
+
+/** @param {string} name */
+function togglePanel(name) {
+  const isOpen = byId(name).hidden;
+  openPanel(name, isOpen);
+  if (!isOpen) byId(`${name}-toggle`).focus();
+  else if (name === "settings") byId("instructions").focus();
+}
+
+for (const name of ["sidebar", "settings", "engine"]) {
+  byId(`${name}-toggle`).addEventListener("click", () => togglePanel(name));
+  byId(`${name}-close`).addEventListener("click", () => togglePanel(name));
+}
+byId("shade").addEventListener("click", () => closeOverlays());
+document.addEventListener("pointerdown", (event) => {
+  const target = /** @type {Element} */ (event.target);
+  if (!byId("settings").hidden && !target.closest("#settings, #settings-toggle"))
+    openPanel("settings", false);
+});
+
+/** @returns {boolean} whether there was one */
+function closeOverlays() {
+  const open = (wide.matches ? ["settings"] : ["settings", "sidebar", "engine"]).filter(
+    (name) => !byId(name).hidden,
+  );
+  for (const name of open) togglePanel(name);
+  return open.length > 0;
+}
+
+wide.addEventListener("change", () => {
+  openPanel("sidebar", wide.matches);
+  if (!wide.matches) openPanel("engine", false);
+});
+
+// Conversations
+
+function newChat() {
+  location.hash = "";
+  void chats.open(null);
+  if (!wide.matches) openPanel("sidebar", false);
+  composer.focus();
+}
+
+byId("new-chat").addEventListener("click", newChat);
+byId("suggestions").addEventListener("click", (/** @type {MouseEvent} */ event) => {
+  const button = /** @type {HTMLElement} */ (event.target).closest("button");
+  if (button) composer.send(button.dataset.prompt ?? "");
+});
+byId("chat-list").addEventListener("click", (/** @type {MouseEvent} */ event) => {
+  if (/** @type {HTMLElement} */ (event.target).closest("a") && !wide.matches)
+    openPanel("sidebar", false);
+});
+addEventListener("hashchange", () => {
+  const id = location.hash.slice(1);
+  if (id !== (chats.current?.id ?? "")) void chats.open(id);
+});
+chats.addEventListener("path", () => {
+  // A new conversation gets its address with its first message: reload and other tabs find it.
+  const id = chats.current?.id ?? "";
+  if (location.hash.slice(1) !== id) history.pushState(null, "", id ? `#${id}` : location.pathname);
+});
+
+// Keys
+
+document.addEventListener("keydown", (event) => {
+  const command = event.ctrlKey || event.metaKey;
+  if (event.key === "Escape") {
+    if (document.querySelector("dialog[open], :popover-open")) return; // They close themselves.
+    if (closeOverlays()) return;
+    chats.stop();
+  } else if (command && event.shiftKey && event.code === "KeyO") {
+    event.preventDefault();
+    newChat();
+  } else if (command && event.shiftKey && event.code === "KeyE") {
+    event.preventDefault();
+    togglePanel("engine");
+  } else if (command && event.key === "k") {
+    event.preventDefault();
+    openPanel("sidebar", true);
+    byId("search").focus();
+  } else if (command && event.key === "/") {
+    event.preventDefault();
+    byId("help").showModal();
+  } else if (event.key === "ArrowUp" && event.target === byId("input") && !byId("input").value) {
+    event.preventDefault();
+    thread.editLast();
+  } else if (event.key === "/" && !isTyping(event.target)) {
+    event.preventDefault();
+    byId("input").focus();
+  }
+});
+byId("help-toggle").addEventListener("click", () => byId("help").showModal());
+
+/** @param {EventTarget | null} target */
+function isTyping(target) {
+  return target instanceof Element && target.matches("input, textarea, select");
+}
+
+// Theme, and what is remembered
+
 /** @param {string} key @param {string | null} value */
-function store(key, value) {
+function remember(key, value) {
   try {
     if (value === null) localStorage.removeItem(key);
     else localStorage.setItem(key, value);
   } catch {
-    // Nothing to do.
+    // Storage is blocked or full: it holds as long as the page.
   }
 }
 
-// Settings
-
-const defaults = { instructions: "", temperature: 0.7, top_p: 0.95, max_output_tokens: 512 };
-const settings = { ...defaults, ...load(SETTINGS_KEY) };
-
-function showSettings() {
-  byId("instructions").value = settings.instructions;
-  byId("temperature").value = settings.temperature;
-  byId("top-p").value = settings.top_p;
-  byId("max-tokens").value = settings.max_output_tokens;
-  byId("temperature-out").value = Number(settings.temperature).toFixed(2);
-  byId("top-p-out").value = Number(settings.top_p).toFixed(2);
-}
-
-function readSettings() {
-  settings.instructions = byId("instructions").value;
-  settings.temperature = Number(byId("temperature").value);
-  settings.top_p = Number(byId("top-p").value);
-  const maxTokens = Math.floor(Number(byId("max-tokens").value));
-  if (maxTokens >= 1) settings.max_output_tokens = maxTokens;
-  byId("temperature-out").value = settings.temperature.toFixed(2);
-  byId("top-p-out").value = settings.top_p.toFixed(2);
-  // Only what differs: a later change of the defaults reaches everyone who never chose.
-  const chosen = Object.entries(settings).filter(
-    ([name, value]) => value !== defaults[/** @type {keyof typeof defaults} */ (name)],
-  );
-  store(SETTINGS_KEY, chosen.length ? JSON.stringify(Object.fromEntries(chosen)) : null);
-}
-
-/** @param {boolean} open */
-function openSettings(open) {
-  byId("settings").hidden = !open;
-  byId("settings-toggle").setAttribute("aria-expanded", String(open));
-  byId(open ? "instructions" : "settings-toggle").focus();
-}
-
-async function describeModel() {
-  try {
-    const [model] = (await (await fetch("/v1/models")).json()).data;
-    modelName = model.id;
-    const { max_model_len: maxLength, sampling_defaults: own } = model.tinyvllm;
-    const chosen = load(SETTINGS_KEY) ?? {};
-    for (const name of /** @type {const} */ (["temperature", "top_p"])) {
-      if (typeof own[name] !== "number") continue;
-      defaults[name] = own[name];
-      settings[name] = chosen[name] ?? own[name];
-    }
-    byId("max-tokens").max = maxLength;
-    byId("max-tokens-hint").textContent = `Longest answer. The model holds ${maxLength.toLocaleString("en")} tokens in all.`;
-    byId("model").textContent = modelName;
-    byId("welcome-model").textContent = modelName;
-    document.title = `${modelName} · tinyvllm`;
-    showSettings();
-  } catch {
-    // The banner tells of a server that is away; the name comes with the next connection.
-  }
-}
-
-// Connection
-
-let countdown = 0;
-
-function showConnection() {
-  const state = client.state;
-  byId("connection").dataset.state = state;
-  byId("state").textContent = STATE_WORDS[state];
-  clearInterval(countdown);
-  const tell = () => {
-    const seconds = Math.max(0, Math.ceil((client.retryAt - Date.now()) / 1000));
-    byId("banner-text").textContent =
-      state === "closed" ? "The server closed the connection." : `Connection lost. Next try in ${seconds} s.`;
-  };
-  if (state === "open") {
-    byId("banner").hidden = true;
-    if (!modelName) void describeModel();
-  } else if (state === "waiting") {
-    tell();
-    countdown = setInterval(tell, 500);
-    byId("banner").hidden = false;
-    byId("retry").hidden = false;
-  } else if (state === "closed") {
-    tell();
-    byId("banner").hidden = false;
-    byId("retry").hidden = true;
-  }
-  updateButtons();
-}
-
-function updateButtons() {
-  byId("stop").hidden = running === null;
-  byId("send").hidden = running !== null;
-  byId("send").disabled = client.state !== "open" || !byId("input").value.trim();
-}
-
-// Scrolling: follow the answer only while the reader is at its end.
-
-const scroller = byId("scroller");
-let following = true;
-
-scroller.addEventListener(
-  "scroll",
-  () => {
-    following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < FOLLOW_PX;
-    byId("latest").hidden = following;
-  },
-  { passive: true },
-);
-
-function follow() {
-  if (following) scroller.scrollTop = scroller.scrollHeight;
-  else byId("latest").hidden = false;
-}
-
-// Messages
-
-/** @param {string} role @param {...(Node | string)} children */
-function addMessage(role, ...children) {
-  byId("welcome").hidden = true;
-  const who = element("span", "hidden", role === "user" ? "You" : "Assistant");
-  const message = element("article", `message ${role}`, who, ...children);
-  byId("messages").append(message);
-  return message;
-}
-
-/** @param {string} text */
-async function ask(text) {
-  if (running || client.state !== "open") return;
-  addMessage("user", element("div", "bubble", text));
-  const question = /** @type {const} */ ({ role: "user", content: text });
-  const answer = client.create({
-    input: [...history, question],
-    instructions: settings.instructions || undefined,
-    temperature: settings.temperature,
-    top_p: settings.top_p,
-    max_output_tokens: settings.max_output_tokens,
-  });
-  running = answer;
-  following = true;
-  const shown = showAnswer(answer);
-  updateButtons();
-  follow();
-  try {
-    await answer.done;
-  } catch {
-    // Shown with the answer.
-  }
-  shown();
-  // What the reader saw is what the model is told next time: stopped answers too, failed ones not.
-  if (running === answer) {
-    if (!answer.error) history.push(question, { role: "assistant", content: answer.text });
-    running = null;
-  }
-  updateButtons();
-}
-
-/**
- * Show an answer as it grows: at most one change of the DOM per animation frame.
- * @param {import("./client.js").Answer} answer
- * @returns {() => void} call at the end, to show the rest at once
- */
-function showAnswer(answer) {
-  const body = element("div", "text");
-  const typing = element("div", "typing", element("i"), element("i"), element("i"));
-  typing.setAttribute("role", "img");
-  typing.setAttribute("aria-label", "Thinking");
-  const meta = element("div", "meta");
-  const message = addMessage("assistant", typing, body, meta);
-  // Screen readers get the answer when it is whole, not word by word.
-  message.setAttribute("aria-busy", "true");
-  message.classList.add("streaming");
-  const view = new MarkdownView(body);
-  let frame = 0;
-  const render = () => {
-    frame = 0;
-    if (answer.text) typing.remove();
-    view.update(answer.text);
-    meta.replaceChildren(element("span", "", summary(answer)));
-    follow();
-  };
-  answer.addEventListener("update", () => {
-    frame ||= requestAnimationFrame(render);
-  });
-  return () => {
-    cancelAnimationFrame(frame);
-    render();
-    typing.remove();
-    message.classList.remove("streaming");
-    message.removeAttribute("aria-busy");
-    if (answer.error) {
-      const note = element("p", "error", answer.error.message);
-      note.setAttribute("role", "alert");
-      meta.before(note);
-    }
-    const reason = answer.response?.incomplete_details?.reason;
-    if (reason) meta.append(element("span", "tag", reason === "cancelled" ? "stopped" : "cut at max tokens"));
-    if (answer.text) {
-      const copy = element("button", "copy", "Copy");
-      copy.setAttribute("type", "button");
-      copy.addEventListener("click", () => copyText(answer.text, copy));
-      meta.append(copy);
-    }
-    follow();
-  };
-}
-
-/** Tokens, speed and wait of an answer. @param {import("./client.js").Answer} answer */
-function summary(answer) {
-  if (!answer.firstTextAt) return "";
-  const tokens = answer.response?.usage?.output_tokens || answer.numDeltas;
-  const seconds = (answer.lastTextAt - answer.firstTextAt) / 1000;
-  const parts = [`${tokens} ${tokens === 1 ? "token" : "tokens"}`];
-  if (tokens > 1 && seconds > 0) {
-    const rate = (tokens - 1) / seconds;
-    parts.push(`${rate < 100 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en")} tok/s`);
-  }
-  parts.push(`first token ${Math.round(answer.firstTextAt - answer.startedAt)} ms`);
-  return parts.join(" · ");
-}
-
-function stop() {
-  running?.cancel();
-}
-
-function newChat() {
-  stop();
-  running = null;
-  history = [];
-  byId("messages").replaceChildren();
-  byId("welcome").hidden = false;
-  byId("latest").hidden = true;
-  following = true;
-  updateButtons();
-  focusInput();
-}
-
-// Input
-
-const input = byId("input");
-
-/** Where typing needs no screen keyboard, the reader can type at once. */
-function focusInput() {
-  if (!matchMedia("(pointer: coarse)").matches) input.focus();
-}
-
-function fitInput() {
-  input.style.height = "auto";
-  input.style.height = `${input.scrollHeight}px`;
-  updateButtons();
-}
-
-function submit() {
-  const text = input.value.trim();
-  if (!text || running || client.state !== "open") return;
-  input.value = "";
-  fitInput();
-  void ask(text);
-}
-
-input.addEventListener("input", fitInput);
-input.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-  // While an input method composes, Enter chooses a word.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  submit();
-});
-byId("composer").addEventListener("submit", (/** @type {Event} */ event) => {
-  event.preventDefault();
-  submit();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (running) stop();
-  else if (!byId("settings").hidden) openSettings(false);
-});
-byId("stop").addEventListener("click", () => {
-  stop();
-  focusInput();
-});
-byId("new-chat").addEventListener("click", newChat);
-byId("retry").addEventListener("click", () => client.retryNow());
-byId("latest").addEventListener("click", () => {
-  following = true;
-  follow();
-  byId("latest").hidden = true;
-});
-byId("suggestions").addEventListener("click", (/** @type {MouseEvent} */ event) => {
-  const button = /** @type {HTMLElement} */ (event.target).closest("button");
-  if (button) void ask(button.textContent ?? "");
-});
-byId("settings").addEventListener("input", readSettings);
-byId("settings-toggle").addEventListener("click", () => openSettings(byId("settings").hidden));
-document.addEventListener("pointerdown", (event) => {
-  const target = /** @type {Element} */ (event.target);
-  if (!byId("settings").hidden && !target.closest("#settings, #settings-toggle")) openSettings(false);
-});
-byId("settings-close").addEventListener("click", () => openSettings(false));
-byId("reset").addEventListener("click", () => {
-  Object.assign(settings, defaults);
-  store(SETTINGS_KEY, null);
-  showSettings();
-});
 byId("theme").addEventListener("click", () => {
   const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const dark = root.dataset.theme
+    ? root.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  store(THEME_KEY, root.dataset.theme);
+  remember(THEME_KEY, root.dataset.theme);
 });
-client.addEventListener("state", showConnection);
 
-showSettings();
+openPanel("sidebar", wide.matches);
+try {
+  if (wide.matches && localStorage.getItem(ENGINE_KEY) === "open") openPanel("engine", true);
+} catch {
+  // Storage is blocked.
+}
 showConnection();
-void describeModel();
-focusInput();
+await chats.start(location.hash.slice(1));
+composer.focus();

@@ -96,6 +96,14 @@ def test_step(tiny_model_dir: Path, tmp_path: Path) -> None:
         assert 0 <= us[IN_THE_WAY] < us["engine thread"] + us["reading the streams"] + us["ops"]
 
 
+def test_memory(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = bench("memory", tiny_model_dir, tmp_path, "tinyvllm")
+    sizes = {row["name"]: row["bytes"] for row in rows}
+    assert sizes["residual"] == 256 * 128 * 2 and sizes["logits"] == 64 * 311 * 4
+    shown = capsys.readouterr().out
+    assert "weights" in shown and "| residual" in shown
+
+
 def test_start(tiny_model_dir: Path, tmp_path: Path) -> None:
     (row,) = bench("start", tiny_model_dir, tmp_path, "tinyvllm")
     assert row["metric"] == "process start to first token" and row["median"] > 0

@@ -73,7 +73,7 @@ def test_pool_size(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def num_blocks(**overrides: Any) -> int:
-        return ModelRunner(tiny_model_dir, EngineConfig(**overrides)).num_blocks
+        return ModelRunner(tiny_model_dir, EngineConfig(device="cpu", **overrides)).num_blocks
 
     # 8 * 100 * 1.5 tokens; 64 sequences of the model's 512 tokens; at least one whole sequence.
     assert num_blocks(max_num_seqs=8, expected_seq_len=100) == 8 * 10
@@ -126,7 +126,9 @@ def test_graphs_are_bounded_and_equal_to_eager(
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (3, 6, 9, 12)]
     every: list[list[torch.Tensor]] = []
     for enforce_eager in (False, True):
-        steps = Steps(tiny_model_dir, EngineConfig(num_blocks=64, enforce_eager=enforce_eager))
+        steps = Steps(
+            tiny_model_dir, EngineConfig(device="cpu", num_blocks=64, enforce_eager=enforce_eager)
+        )
         for i, each in enumerate(params):
             steps.scheduler.add(Sequence(i, [5 + i] * (20 + i), each))
         logits = []
@@ -146,7 +148,7 @@ def test_real_bfloat16_logits(smollm2_dir: Path) -> None:
     transformers = pytest.importorskip("transformers")
     texts = ["The capital of France is", "def fibonacci(n):\n    ", "Wir fahren heute nach"]
     num_decoded = 24
-    steps = Steps(smollm2_dir, EngineConfig(num_blocks=64, max_num_seqs=4))
+    steps = Steps(smollm2_dir, EngineConfig(device="cpu", num_blocks=64, max_num_seqs=4))
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_dir)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_decoded)
     sequences = [Sequence(i, tokenizer(text)["input_ids"], params) for i, text in enumerate(texts)]

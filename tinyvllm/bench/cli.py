@@ -21,9 +21,11 @@ from tinyvllm.bench import contenders, measure, op_table
 from tinyvllm.bench.ceilings import READ_BYTES, Ceilings
 from tinyvllm.bench.contenders import Contender, Settings, UnavailableError
 from tinyvllm.bench.host_table import host_table
+from tinyvllm.bench.memory_table import memory_table
 from tinyvllm.bench.report import SUBJECT, Report
 from tinyvllm.bench.workloads import SIZES, Workload
 from tinyvllm.errors import TinyvllmError
+from tinyvllm.model_runner import DEFAULT_SIZES
 from tinyvllm.ops import get_ops
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ COMMANDS = {
     "start": "process start to first token, model cached",
     "ops": "tinyvllm's ops, one by one, in real steps",
     "step": "tinyvllm's host time per token, phase by phase",
+    "memory": "tinyvllm's memory: weights, KV cache, the plan of the activations",
     "gateway": "streams of chats, from the library and through the WebSocket gateway",
     "all": "everything above",
 }
@@ -282,6 +285,9 @@ class Bench:
             max_model_len=max(step.context for step in steps),
         )
         op_table.op_table(self._report, model, steps, self._ceilings, self._device)
+
+    def _memory(self) -> None:
+        memory_table(self._report, self._config, *DEFAULT_SIZES[self._device])
 
     def _step(self) -> None:
         options = self._options

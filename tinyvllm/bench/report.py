@@ -1,7 +1,7 @@
 """Results as JSON lines, and as the table a person reads.
 
 Every line is an object with "record": "run" (the machine and the command), "result" (one metric of
-one engine), "op" or "host" (a row of their tables), or "note".
+one engine), "op", "host" or "buffer" (a row of their tables), or "note".
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "op": {"step": str, "op": str, "us": (int, float), "share": (int, float, type(None))},
     "host": {"streams": int, "phase": str, "us_per_token": (int, float)},
+    "buffer": {"name": str, "bytes": int, "offset": int, "first": str, "last": str},
     "note": {"text": str},
 }
 

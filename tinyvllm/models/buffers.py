@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,84 @@ class ForwardBatch:
     seq_lens: torch.Tensor  # [S]   KV entries valid after this step
     block_tables: torch.Tensor  # [S, max_blocks]
     logits_indices: torch.Tensor  # [R]   the tokens whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """One activation's place in the arena. It is needed from op `first` to op `last` of a step."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    first: int
+    last: int
+    offset: int = 0
+    """Bytes from the arena's beginning."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+# What each buffer lives through; the layers repeat ops 1 to 5.
+OPS = (
+    "embedding",
+    "qkv_proj",
+    "attention",
+    "o_proj",
+    "gate_up_proj",
+    "down_proj",
+    "gather_rows",
+    "lm_head",
+    "sample",
+)
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """The activations of the largest step in one arena: buffers that are never needed at the same
+    time share its memory. `python -m tinyvllm.bench memory` prints it."""
+
+    buffers: tuple[PlannedBuffer, ...]
+    num_bytes: int
+
+    @classmethod
+    def make(
+        cls, config: ModelConfig, num_tokens: int, num_logits: int, dtype: torch.dtype
+    ) -> BufferPlan:
+        """For steps of up to `num_tokens` tokens and `num_logits` rows of logits."""
+        hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+        qkv = heads + 2 * config.num_kv_heads * config.head_dim
+        f32 = torch.float32
+        wanted = [
+            PlannedBuffer("residual", (num_tokens, hidden), dtype, 0, 6),
+            PlannedBuffer("normed", (num_tokens, hidden), dtype, 1, 4),
+            PlannedBuffer("qkv", (num_tokens, qkv), dtype, 1, 2),
+            PlannedBuffer("attn_out", (num_tokens, heads), dtype, 2, 3),
+            PlannedBuffer("act", (num_tokens, config.intermediate_size), dtype, 4, 5),
+            PlannedBuffer("last_residual", (num_logits, hidden), dtype, 6, 7),
+            PlannedBuffer("last_normed", (num_logits, hidden), dtype, 7, 7),
+            PlannedBuffer("logits", (num_logits, config.vocab_size), f32, 7, 8),
+        ]
+        placed: list[PlannedBuffer] = []
+        for buffer in sorted(wanted, key=lambda each: -each.num_bytes):
+            placed.append(replace(buffer, offset=_lowest_gap(buffer, placed)))
+        end = max(buffer.offset + buffer.num_bytes for buffer in placed)
+        return cls(tuple(sorted(placed, key=lambda each: (each.first, each.offset))), end)
+
+
+def _lowest_gap(buffer: PlannedBuffer, placed: list[PlannedBuffer]) -> int:
+    """The first offset at which `buffer` overlaps nobody that lives when it does."""
+    offset = 0
+    for other in sorted(placed, key=lambda each: each.offset):
+        if buffer.first > other.last or other.first > buffer.last:
+            continue
+        if offset + buffer.num_bytes <= other.offset:
+            break
+        end = other.offset + other.num_bytes
+        offset = max(offset, -(-end // _ALIGNMENT) * _ALIGNMENT)
+    return offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,28 +132,25 @@ class ForwardBuffers:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> ForwardBuffers:
-        """Buffers for steps of up to `num_tokens` tokens and `num_logits` rows of logits."""
-
-        def empty(rows: int, columns: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty((rows, columns), dtype=dtype, device=device)
-
+        """One arena for steps of up to `num_tokens` tokens and `num_logits` rows of logits."""
+        plan = BufferPlan.make(config, num_tokens, num_logits, dtype)
+        arena = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        flat = {
+            buffer.name: arena[buffer.offset : buffer.offset + buffer.num_bytes]
+            .view(buffer.dtype)
+            .view(buffer.shape)
+            for buffer in plan.buffers
+        }
         num_q, num_kv, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = empty(num_tokens, (num_q + 2 * num_kv) * head_dim)
-        heads = qkv.view(num_tokens, num_q + 2 * num_kv, head_dim)
-        attn_out = empty(num_tokens, num_q * head_dim)
+        heads = flat["qkv"].view(num_tokens, num_q + 2 * num_kv, head_dim)
+        attn_out = flat.pop("attn_out")
         return cls(
-            residual=empty(num_tokens, config.hidden_size),
-            normed=empty(num_tokens, config.hidden_size),
-            qkv=qkv,
+            **flat,
             q=heads[:, :num_q],
             k=heads[:, num_q : num_q + num_kv],
             v=heads[:, num_q + num_kv :],
             attn_out=attn_out.view(num_tokens, num_q, head_dim),
             attn_out_flat=attn_out,
-            act=empty(num_tokens, config.intermediate_size),
-            last_residual=empty(num_logits, config.hidden_size),
-            last_normed=empty(num_logits, config.hidden_size),
-            logits=empty(num_logits, config.vocab_size, torch.float32),
         )
 
     def narrow(self, num_tokens: int, num_logits: int) -> ForwardBuffers:

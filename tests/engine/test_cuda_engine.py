@@ -1,0 +1,210 @@
+"""Whole models on a GPU: against transformers, in any company, long, many, and under pressure.
+
+The rest of tests/engine runs on the GPU too where there is one: it is the default device.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.tiny_models import make_tiny_model
+
+from tinyvllm import _C, LLM, AsyncEngine, ConfigError, NotSupportedError, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tinyvllm import RequestOutput
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not (_C.has_cuda and torch.cuda.is_available()),
+        reason="no CUDA device or a CPU-only build",
+    ),
+]
+
+LLAMA_1B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def llama_1b_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in the shape of Llama-3.2-1B."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama-1b", **LLAMA_1B)
+
+
+@pytest.fixture(scope="session")
+def long_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of that, for 128k tokens."""
+    values: dict[str, Any] = {**LLAMA_1B, "num_hidden_layers": 2, "vocab_size": 311}
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "long", **values)
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
+
+
+def random_prompts(count: int, low: int, high: int, vocab: int = 308) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, vocab) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def check_greedy(model_dir: Path, outputs: list[RequestOutput]) -> None:
+    """Every token is transformers' first choice after the same tokens, or a tie.
+
+    A tie: in float32 the first choice leads by at most four times what bfloat16 moves transformers'
+    own logits (each of the two may be off by twice that, by the rule for whole models).
+    """
+    transformers = pytest.importorskip("transformers")
+    leads, errors, num_ties, num_tokens = [], [], 0, 0
+
+    def load(dtype: torch.dtype) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        return model.to("cuda").eval()
+
+    exact, rounded = load(torch.float32), load(torch.bfloat16)
+    for output in outputs:
+        count = len(output.token_ids)
+        ids = torch.tensor([output.prompt_token_ids + output.token_ids[:-1]], device="cuda")
+        with torch.inference_mode():
+            want = exact(ids, logits_to_keep=count).logits[0].float()
+            low = rounded(ids, logits_to_keep=count).logits[0].float()
+        errors.append((low - want).abs().max().item())
+        drawn = torch.tensor(output.token_ids, device="cuda")
+        lead = want.max(dim=-1).values - want.gather(1, drawn[:, None])[:, 0]
+        leads.append(lead.max().item())
+        num_ties += int((lead > 0).sum())
+        num_tokens += count
+    del exact, rounded
+    torch.cuda.empty_cache()
+    print(
+        f"{num_ties} of {num_tokens} tokens are not the first choice of float32; the farthest is "
+        f"{max(leads):.4f} behind it, and bfloat16 moves transformers' logits by {max(errors):.4f}"
+    )
+    assert max(leads) <= 4 * max(errors)
+
+
+def test_greedy_tokens_of_the_1b_shape(llama_1b_dir: Path) -> None:
+    prompts = random_prompts(24, 5, 700, vocab=128000)
+    with LLM(llama_1b_dir, device="cuda") as llm:
+        outputs = llm.generate(prompts, greedy(24))
+    check_greedy(llama_1b_dir, outputs)
+
+
+def test_greedy_tokens_of_the_real_model(smollm2_dir: Path) -> None:
+    texts = ["The capital of France is", "def fib(n):\n", "Es war einmal", "1, 1, 2, 3, 5, 8,"] * 6
+    with LLM(smollm2_dir, device="cuda") as llm:
+        outputs = llm.generate(texts, greedy(48))
+    check_greedy(smollm2_dir, outputs)
+
+
+def test_how_many_outputs_change_with_their_company(llama_1b_dir: Path) -> None:
+    """With at most 16 tokens a step one kernel runs every linear, and no bit may change. Larger
+    steps take the tiled kernel, which sums in another order: counted, and excused as ties only."""
+    prompts = random_prompts(200, 5, 60, vocab=128000)
+    small = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    with LLM(llama_1b_dir, device="cuda", enable_prefix_caching=False, **small) as llm:
+        alone = [llm.generate(prompt, greedy(16))[0].token_ids for prompt in prompts[:40]]
+        crowd = [output.token_ids for output in llm.generate(prompts, greedy(16))]
+    assert crowd[:40] == alone
+    with LLM(llama_1b_dir, device="cuda", enable_prefix_caching=False) as llm:
+        large = llm.generate(prompts, greedy(16))
+    changed = sum(a != b.token_ids for a, b in zip(crowd, large, strict=True))
+    print(f"{changed} of 200 outputs change between steps of 16 and of up to 8192 tokens (linear)")
+    check_greedy(llama_1b_dir, large[:50])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_tokens", [16_384, 131_000])
+def test_long_contexts(long_dir: Path, num_tokens: int) -> None:
+    prompt = random_prompts(1, num_tokens, num_tokens)[0]
+    with LLM(long_dir, device="cuda", max_num_seqs=8) as llm:
+        manager = llm._engine._engine._scheduler.block_manager  # type: ignore[union-attr]
+        random.Random(1).shuffle(manager._free)
+        outputs = llm.generate([prompt], greedy(4))
+    check_greedy(long_dir, outputs)
+
+
+def test_512_sequences_at_once(tiny_model_dir: Path) -> None:
+    prompts = random_prompts(512, 1, 90)
+    with LLM(tiny_model_dir, device="cuda", max_num_seqs=512) as llm:
+        outputs = llm.generate(prompts, greedy(40))
+        stats = llm._engine.stats()
+    assert [len(output.token_ids) for output in outputs] == [40] * 512
+    assert stats.num_free_blocks == stats.num_blocks
+    check_greedy(tiny_model_dir, outputs[::8])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.anyio
+async def test_ten_thousand_steps_under_pressure(tiny_model_dir: Path) -> None:
+    """Arrivals, cancels and preemptions in a pool far too small: every whole answer is that of an
+    unloaded run, bit for bit (steps of at most 16 tokens)."""
+    import anyio
+
+    rng = random.Random(2)
+    small = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "device": "cuda"}
+    prompts = random_prompts(60, 1, 120)
+    with LLM(tiny_model_dir, **small) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, greedy(60))]
+    async with AsyncEngine(tiny_model_dir, num_blocks=40, **small) as engine:
+
+        async def client() -> None:
+            while engine.stats().num_steps < 10_000:
+                which, take = rng.randrange(60), rng.choice((rng.randrange(1, 60), 60))
+                stream = engine.generate(prompts[which], greedy(60), priority=rng.randrange(3))
+                got = []
+                async for token in stream:
+                    got.append(token.id)
+                    if len(got) == take:
+                        break
+                assert got == expected[which][: len(got)] and len(got) == take
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(32):
+                tasks.start_soon(client)
+        stats = engine.stats()
+        assert stats.num_preemptions > 100
+        print(f"{stats.num_steps} steps, {stats.num_preemptions} preemptions")
+
+
+def test_a_gpu_that_is_not_there(tiny_model_dir: Path) -> None:
+    with pytest.raises(NotSupportedError, match=r"cuda:99.* usable GPUs are here"):
+        LLM(tiny_model_dir, device="cuda:99")
+
+
+def test_a_pool_that_does_not_fit(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks .* needs .* GiB are free"):
+        LLM(tiny_model_dir, device="cuda", num_blocks=10**9)
+
+
+def test_every_byte_comes_back(tiny_model_dir: Path) -> None:
+    """Weights, pool, graphs and workspaces, over engines that follow each other."""
+    free = []
+    for _ in range(4):
+        with LLM(tiny_model_dir, device="cuda", num_blocks=2000) as llm:
+            llm.generate(random_prompts(4, 5, 50), greedy(8))
+        assert torch.cuda.memory_allocated() == 0
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[-1] >= free[1] - 2**20, free
