@@ -252,7 +252,7 @@ class ModelRunner:
         elif self._cuda is not None:
             drawn = self._cuda.drawn
             self.ops.take_drawn(forward.input_ids, drawn, rows.source_rows)
-        self.model.forward(buffers, forward, self.kv_cache)
+        self.model.forward(buffers, forward, self.kv_cache, every_token=is_pure_decode)
 
     def _sample(self, rows: StepRows, buffers: ForwardBuffers) -> None:
         draw = rows.sampling

@@ -73,7 +73,7 @@ class BufferPlan:
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
         f32 = torch.float32
         wanted = [
-            PlannedBuffer("residual", (num_tokens, hidden), dtype, 0, 6),
+            PlannedBuffer("residual", (num_tokens, hidden), dtype, 0, 7),
             PlannedBuffer("normed", (num_tokens, hidden), dtype, 1, 4),
             PlannedBuffer("qkv", (num_tokens, qkv), dtype, 1, 2),
             PlannedBuffer("attn_out", (num_tokens, heads), dtype, 2, 3),

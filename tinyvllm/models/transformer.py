@@ -57,17 +57,28 @@ class Transformer:
         self._softmax_scale = config.head_dim**-0.5
         self._sliding_window = config.sliding_window or 0
 
-    def forward(self, buffers: ForwardBuffers, batch: ForwardBatch, kv_cache: KVCache) -> None:
+    def forward(
+        self,
+        buffers: ForwardBuffers,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        *,
+        every_token: bool = False,
+    ) -> None:
         """Runs the batch's tokens, stores their keys and values, and fills `buffers.logits` for
-        its `logits_indices`. Buffers must be narrowed to the batch: T tokens, R rows of logits."""
+        its `logits_indices`, which with `every_token` are all of them in order. Buffers must be
+        narrowed to the batch: T tokens, R rows of logits."""
         ops, b, weights = self.ops, buffers, self.weights
         ops.embedding(b.residual, batch.input_ids, weights.embed_tokens)  # [T, H]
         for idx, layer in enumerate(weights.layers):
             self._block(layer, b, batch, kv_cache.k[idx], kv_cache.v[idx])
         # Only the rows whose logits are wanted go through the final norm and the head.
-        ops.gather_rows(b.last_residual, b.residual, batch.logits_indices)  # [R, H]
+        last = b.residual
+        if not every_token:
+            last = b.last_residual
+            ops.gather_rows(last, b.residual, batch.logits_indices)  # [R, H]
         head = weights.norm, weights.lm_head, None
-        ops.norm_linear(b.logits, b.last_normed, b.last_residual, *head, self._eps)  # [R, V]
+        ops.norm_linear(b.logits, b.last_normed, last, *head, self._eps)  # [R, V]
 
     def _block(
         self,
