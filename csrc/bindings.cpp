@@ -24,6 +24,7 @@
 #include "tensor.h"
 #ifdef TINYVLLM_WITH_CUDA
 #include "cuda/device.h"
+#include "cuda/workspace.h"
 #endif
 
 namespace py = pybind11;
@@ -769,6 +770,17 @@ void set_num_threads(int n) {
   cpu::set_num_threads(n);
 }
 
+// The bytes that the calling thread's workspace on the device held.
+int64_t release_workspace([[maybe_unused]] int device_id) {
+#ifdef TINYVLLM_WITH_CUDA
+  const GilReleased released;
+  const cuda::DeviceGuard guard(device_id);
+  return static_cast<int64_t>(cuda::release_workspace());
+#else
+  return 0;
+#endif
+}
+
 int num_cuda_devices() {
 #ifdef TINYVLLM_WITH_CUDA
   return cuda::num_devices();
@@ -868,4 +880,5 @@ PYBIND11_MODULE(_C, m) {
   m.attr("has_cuda") = false;
 #endif
   m.def("num_cuda_devices", &num_cuda_devices);
+  m.def("release_workspace", &release_workspace, py::arg("device_id"));
 }

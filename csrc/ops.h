@@ -148,7 +148,9 @@ void norm_gated_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
 void gather_rows(const Tensor& out, const Tensor& x, const Tensor& row_idx, Stream stream);
 // head_dim 64 or 128, block_size a power of two from 16 on. The first call in a thread, of this or
 // of sample, allocates that thread's workspace (cuda/workspace.h): make it before capturing a
-// graph.
+// graph. block_tables, cu_seqlens_q, seq_lens and the KV of earlier steps are read while the kernel
+// ahead may still run (so are positions, slot_mapping and cos_sin by rotary_embedding_store_kv):
+// what writes them is not directly ahead, or is no kernel.
 void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& block_tables, const Tensor& cu_seqlens_q,
                      const Tensor& seq_lens, float softmax_scale, int sliding_window,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tinyvllm import _C
 from tinyvllm.batch import NUM_STAGES, BatchSize, StepRows
 
 if TYPE_CHECKING:
@@ -165,4 +166,5 @@ class CudaSteps:
         """Wait for what was launched and give every byte back."""
         self._stream.synchronize()
         self._graphs.clear()
+        _C.release_workspace(self._device.index)
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))

@@ -43,8 +43,10 @@ void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight,
                  out.shape[1]};
   const bool vec = vectorizable(p.hidden_size, {&out, &weight});
   const auto kernel = vec ? embedding_kernel<8> : embedding_kernel<1>;
+  // Not early: a chain of early starts must not reach back over the op that writes positions,
+  // lengths and tables, which rotary_embedding_store_kv and paged_attention read before they wait.
   launch_early("embedding", kernel, dim3(static_cast<unsigned>(out.shape[0])),
-               threads_for(p.hidden_size, vec ? 8 : 1), 0, stream, p);
+               threads_for(p.hidden_size, vec ? 8 : 1), 0, stream, p, /*may_start_early=*/false);
 }
 
 }  // namespace tinyvllm::cuda

@@ -4,14 +4,14 @@
 //
 // Layout. k_cache and v_cache are [num_blocks, block_size, num_kv_heads, head_dim] bf16; key j of
 // sequence s lies in block block_tables[s][j / block_size]. Keys are taken in tiles of 64, aligned
-// to absolute positions; two tiles make a split, from key 16384 on eight. The queries of one kv
+// to absolute positions; four tiles make a split, from key 16384 on eight. The queries of one kv
 // head are rows, `group` for each token.
 //
 //   keys   0 ......... 63 | 64 ....... 127 | 128 ...... 191 | 192 ...... 255 | 256 ...
 //          [ tile 0      ]  [ tile 1      ]  [ tile 2      ]  [ tile 3      ]  [ tile 4
-//          [ split 0                     ]  [ split 1                     ]  [ split 2
+//          [ split 0                                                       ]  [ split 1
 //
-// A warp holds 16 rows (or twice 16) as mma.m16n8k16 fragments and passes over a tile:
+// 16 rows pass over a tile as fragments of a matrix product:
 //
 //   s [16,64] = q [16,head_dim] k^T    then p = 2^(s * scale_log2 - m), the online softmax, in fp32
 //   acc [16,head_dim] += bf16(p) v     where 4 lanes share a row, each with a quarter of s
@@ -20,43 +20,53 @@
 // ascending order. A sequence with several queries makes row tiles, one with a single query
 // (decode) makes splits; the arithmetic is the same.
 //
-//   attend_row_tiles_kernel   A block takes 128 rows (64 for head_dim 128) of one kv head. Its 4
-//     warps share the tiles of keys, which come through a ring of three stages (two), and each
-//     merges its rows' splits as it goes; the merged total waits in shared memory.
+//   attend_row_tiles_wgmma_kernel   sm_90. A block takes 192 rows (128 for head_dim 128) of one kv
+//     head, 64 for each four warps. Four more warps copy tiles of keys into a ring of six stages
+//     (four). The values of a tile and the keys of the next are multiplied without a gap.
 //
-//   attend_splits_kernel      A warp, alone, takes up to 16 rows: a run of consecutive splits of
-//     one query and kv head after the other, through a ring of its own that goes on into the next
-//     run:
+//   attend_row_tiles_kernel   Everywhere else. 128 rows (64), a ring of three stages (two), and all
+//     four warps copy and compute.
 //
-//       memory --cp.async--> [q][k 0..63][v 0..63][k 64..127][v 64..127] .. [q of the next run] ..
+//     In both each warp merges its rows' splits as it goes; the merged total waits in shared
+//     memory.
+//
+//   attend_splits_kernel      A block takes up to 16 rows of one query and kv head after the other,
+//     through a ring that goes on into the next run of splits. Of a tile each of its four warps
+//     multiplies 16 keys with q, and then p, of all 64 keys, with a quarter of v's columns:
+//
+//       memory --cp.async--> [k, v, q] [k, v] [k, v] [k, v, q of the next run] ..
 //
 //     The splits of all queries, laid end to end, are cut into equal ranges, one for every group of
-//     warps; the warps of a group take one kv head each and read the same blocks.
+//     blocks; the blocks of a group take one kv head each.
 //
 //       query   | 0                | 1        | 2     | 3                |
 //       range   [  group 0  ][  group 1  ][  group 2    ][  group 3      ]
 //
 //     Query 2 lies in one range: its rows are merged and stored at once. Of a query that is divided
 //     the first range leaves one part, all of its splits merged, and the others one for each split.
-//
-//   merge_splits_kernel       merges these: a block for each query and kv head.
+//     The block that brings the last of them merges the parts, once its own range is done.
 //
 // A row's bits depend on the row alone, however its prompt was cut and whatever runs beside it:
-// boundaries are absolute, a row of an mma does not see the other rows, keys that a row may not see
-// add p = 0, and merging is the same fused multiply-adds wherever it is done. (v must be finite.)
+// boundaries are absolute, a row of a product does not see the other rows, mma and wgmma round
+// alike, keys that a row may not see add p = 0, and merging is the same fused multiply-adds
+// wherever it is done. (v must be finite.)
 //
 // Work list. The grids depend on the sizes of the tensors alone, so a graph can hold them; warps
-// find their work by scanning the lengths, 32 sequences at a time. A call with no more tokens than
-// sequences (decode) launches no row tiles: should a sequence have several queries there after all,
-// each is a query of its own. The first row tiles are dealt out, longest first, the others taken
-// from a counter, which the last block to finish resets.
+// find their work by scanning the lengths, 32 sequences at a time, and blocks without any end. A
+// call with no more tokens than sequences (decode) launches no row tiles: should a sequence have
+// several queries there after all, each is a query of its own.
 //
-// Memory (head_dim 64 | 128). Row tiles: 128 threads of 254 | 234 registers, 80 | 96 KiB of shared
-// memory. Splits: 128 | 64 threads of 201 | 255 registers (222 | 255 for groups above 8), 96 KiB.
-// Two blocks of either per SM. Merge: 127 registers. Workspace: min(group, 16) * (head_dim + 2)
-// floats for each split. If those of all splits would not fit, ranges end with queries and nothing
-// is divided: as right, less parallel.
+// Early. In a decode call the work list and the keys of earlier steps are read before the kernels
+// ahead have ended; q and the keys of this step wait for them. In a mixed call splits run beside
+// row tiles.
+//
+// Memory (head_dim 64 | 128). Row tiles on wgmma: 512 threads of 128 registers (160 to compute, 32
+// to copy) | 384 of 168 (232, 40), 144 | 192 KiB of shared memory, one block per SM. Row tiles: 128
+// threads of 254 | 222, 80 | 96 KiB, two. Splits: 128 threads of 142 | 174, 72 | 108 KiB, three |
+// two. Workspace: min(group, 16) * (head_dim + 2) floats for each split. If those of all splits
+// would not fit, ranges end with queries and nothing is divided: as right, less parallel.
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
@@ -72,9 +82,9 @@ namespace tinyvllm::cuda {
 namespace {
 
 constexpr int kTileKeys = 64;
-// Splits are of 2 tiles up to tile 256, of 8 from there on: fine ones feed more warps, coarse ones
+// Splits are of 4 tiles up to tile 256, of 8 from there on: fine ones feed more blocks, coarse ones
 // leave less to merge.
-constexpr int kFineTiles = 256, kFineSplit = 2, kCoarseSplit = 8;
+constexpr int kFineTiles = 256, kFineSplit = 4, kCoarseSplit = 8;
 constexpr int kBlockRows = 16;  // of an mma, and keys that surely lie in one block of the cache
 constexpr int kTileBlocks = kTileKeys / kBlockRows;
 constexpr int kWarps = 4;
@@ -95,27 +105,15 @@ struct Sizes {
   static_assert(kTileRows * kRowBytes <= 2 * kTileBytes, "the q of a row tile fits a stage");
 };
 
-// Of attend_splits_kernel. A slot of a warp's ring holds the k or the v of a tile, and two of three
-// slots are on their way: 128 KiB per SM.
-template <int kHeadDim>
+// Of attend_splits_kernel. A slot of a block's ring holds the k and the v of a tile, and the q of a
+// run that begins there.
+template <int kHeadDim, int kRing>
 struct SplitSizes {
-  static constexpr int kSlotBytes = kTileKeys * kHeadDim * 2;
-  static constexpr int kRing = 3;
-  static constexpr int kWarps = kHeadDim == 64 ? 4 : 2;
-  static constexpr int kBlocksPerSm = 2;
-  static constexpr int kSharedBytes = kWarps * kRing * kSlotBytes;
-};
-
-// A query whose splits were divided: its first ones are one part, in `slot`, each other has its
-// own.
-struct MergeItem {
-  int token, slot;           // slot: of its first split and head unit 0
-  int first_splits, splits;  // equal: there is nothing to merge
-};
-
-struct MergeList {
-  int4 num_queries;   // in x
-  MergeItem items[];  // [num_queries]
+  static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
+  static constexpr int kSlotBytes = 2 * kTileBytes + kBlockRows * kHeadDim * 2;
+  static constexpr int blocks_per_sm(int halves) { return kHeadDim == 64 && halves == 1 ? 3 : 2; }
+  static constexpr int kColumns = kHeadDim / kWarps;  // of acc, that a warp sums
+  static constexpr int kSharedBytes = kRing * kSlotBytes;
 };
 
 struct AttentionParams {
@@ -127,20 +125,18 @@ struct AttentionParams {
   const int32_t* cu_seqlens_q;   // [S + 1]
   const int32_t* seq_lens;       // [S]
   float* parts;                  // [max_slots, part_floats]: acc [rows, head_dim], (m, l) [rows, 2]
-  MergeList* merge_list;         // what merge_splits_kernel is to do
-  uint32_t* counters;            // Counter
+  int32_t* first_splits;         // [queries, head_units]: splits in the first part of each
+  uint32_t* counters;            // [queries, head_units]: splits that are done, 0 between calls
   int64_t out_stride, q_stride, table_stride;
   int num_seqs, num_kv_heads, group;
   int head_units;   // num_kv_heads * ceil(group / 16): what a warp takes of a query
   int block_shift;  // log2(block_size)
   int window;       // <= 0: none
   int part_floats, max_slots;
-  int split_warps;   // of attend_splits_kernel
+  int max_counters;
   bool only_splits;  // every query is a query of its own, there are no row tiles
   float scale_log2;  // softmax_scale * log2(e)
 };
-
-enum Counter { kNextRowTile, kBlocksDone };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 
@@ -237,11 +233,18 @@ __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
   }
 }
 
+// The order in which a lane sums its p of a tile: first those of each 16 keys.
+__device__ __forceinline__ float sum_block(const float (&x)[4]) {
+  return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3]));
+}
+__device__ __forceinline__ float sum_tile(const float (&blocks)[kTileBlocks]) {
+  return __fadd_rn(__fadd_rn(blocks[0], blocks[1]), __fadd_rn(blocks[2], blocks[3]));
+}
+
 // One step of the online softmax: s becomes p, and what was summed before shrinks. Lane 4 * g + t
 // holds keys base + 8n + 2t, + 1 of s. A row sees keys (position - window, position]; kMasked is
-// for tiles that some row does not see in full; with one half, rows 8 .. 15 of a block are not
-// there.
-template <bool kMasked, int kHalves, int kHeadDim, int kBlocks>
+// for tiles that some row does not see in full.
+template <bool kMasked, int kHeadDim, int kBlocks>
 __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks],
                                              float (&s)[kBlocks][kTileKeys / 8][4],
                                              Rows<kHeadDim, kBlocks>& rows,
@@ -253,11 +256,6 @@ __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks
     float keep[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (h >= kHalves) {
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) p[b][n / 2][h + 2 * (n % 2)] = 0;
-        continue;
-      }
       if (kMasked) {
         const int last = position[b][h] - base - lane_id() % 4 * 2;
         const int before = window > 0 ? last - window : -kTileKeys - 1;
@@ -280,25 +278,26 @@ __device__ __forceinline__ void softmax_step(Fragment4 (&p)[kBlocks][kTileBlocks
       const float origin = max == kNone ? 0.0f : max;  // -inf - -inf would be NaN
       keep[h] = exp2_approx(rows.max[b][h] - origin);
       rows.max[b][h] = max;
-      float sum[2] = {0.0f, 0.0f};
+      float sums[kTileBlocks];  // of 16 keys each
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const uint32_t pair =
-            pack_bf16(exp2_approx(__fmaf_rn(s[b][n][2 * h], scale_log2, -origin)),
-                      exp2_approx(__fmaf_rn(s[b][n][2 * h + 1], scale_log2, -origin)));
-        p[b][n / 2][h + 2 * (n % 2)] = pair;
-        // l sums what is multiplied with v: the rounded p.
-        sum[0] = __fadd_rn(sum[0], __uint_as_float(pair << 16));
-        sum[1] = __fadd_rn(sum[1], __uint_as_float(pair & 0xffff0000u));
+      for (int i = 0; i < kTileBlocks; ++i) {
+        float x[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          x[c] = exp2_approx(__fmaf_rn(s[b][2 * i + c / 2][2 * h + c % 2], scale_log2, -origin));
+        }
+        p[b][i][h] = pack_bf16(x[0], x[1]);
+        p[b][i][h + 2] = pack_bf16(x[2], x[3]);
+        sums[i] = sum_block(x);
       }
-      rows.sum[b][h] = __fmaf_rn(rows.sum[b][h], keep[h], __fadd_rn(sum[0], sum[1]));
+      rows.sum[b][h] = __fmaf_rn(rows.sum[b][h], keep[h], sum_tile(sums));
     }
     // Most tiles bring no new maximum: times 1 changes nothing.
     if (__any_sync(kAllLanes, keep[0] != 1.0f || keep[1] != 1.0f)) {
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 2 * kHalves; ++i) {
+        for (int i = 0; i < 4; ++i) {
           rows.acc[b][n][i] = __fmul_rn(rows.acc[b][n][i], keep[i / 2]);
         }
       }
@@ -489,20 +488,28 @@ class BlockCopier {
            (within * token_elements_ + lane_offset_);
   }
 
-  __device__ __forceinline__ void copy(uint32_t to, const __nv_bfloat16* cache, int64_t offset,
-                                       int key) const {
-    const __nv_bfloat16* from = cache + offset;
-    const bool whole = key >= first_ && key + kBlockRows <= past_;
+  // Of the 16 keys those in [from, to); what is not there becomes zeros. The rows are of 16-byte
+  // chunks, 8 of them with kPanels: then chunks 8 .. 15 lie a panel, a tile of 128-byte rows,
+  // behind.
+  template <bool kPanels = false>
+  __device__ __forceinline__ void copy(uint32_t place, const __nv_bfloat16* cache, int64_t offset,
+                                       int key, int from = 0, int to = INT_MAX) const {
+    constexpr int kRowBytes = kPanels ? 128 : kHeadDim * 2;
+    const __nv_bfloat16* x = cache + offset;
+    const bool whole =
+        key >= first_ && key + kBlockRows <= past_ && key >= from && key + kBlockRows <= to;
+    if (kPanels) place += chunk_ / 8 * (kTileKeys * 128);
 #pragma unroll
     for (int i = 0; i < kBlockRows; i += kRows) {
-      const int row = row_ + i;
-      const uint32_t place = to + row * kHeadDim * 2 + ((chunk_ ^ (row % 8)) * 16);
+      const int row = row_ + i, at = key + row;
+      const int chunk = kPanels ? chunk_ % 8 : chunk_;
+      const uint32_t here = place + row * kRowBytes + ((chunk ^ (row % 8)) * 16);
       if (whole) {
-        copy_16_async(place, from);
-      } else {
-        copy_16_async(place, from, key + row >= first_ && key + row < past_);
+        copy_16_async(here, x);
+      } else if (at >= from && at < to) {
+        copy_16_async(here, x, at >= first_ && at < past_);
       }
-      from += kRows * token_elements_;
+      x += kRows * token_elements_;
     }
   }
 
@@ -516,6 +523,117 @@ class BlockCopier {
 
 // ---- Row tiles ----------------------------------------------------------------------------------
 
+// Consecutive rows of one kv head of a sequence, and the tiles of keys that any of them sees.
+struct RowTile {
+  int seq, kv_head;
+  int q_begin, first_position;  // of the sequence's queries
+  int first_row, last_row;
+  int first_key, past_key;
+  int begin, end;  // tiles
+
+  __device__ RowTile(const AttentionParams& p, const Sequences& sequences, int i, int tile_rows,
+                     int head)
+      : seq(sequences.seq), kv_head(head) {
+    const Sequence& sequence = sequences.sequence;
+    q_begin = sequence.q_begin;
+    first_position = sequence.seq_len - sequence.q_len;
+    // The longest first: the last row tile sees most keys.
+    first_row = (sequence.row_tiles - 1 - i) * tile_rows;
+    last_row = min(first_row + tile_rows, sequence.q_len * p.group) - 1;
+    first_key = first_visible(p, position_of(p, first_row));
+    past_key = max(0, position_of(p, last_row) + 1);
+    begin = first_key / kTileKeys;
+    end = (past_key + kTileKeys - 1) / kTileKeys;
+  }
+
+  // Rows behind the last one are taken for it.
+  __device__ int position_of(const AttentionParams& p, int row) const {
+    return first_position + min(row, last_row) / p.group;
+  }
+  // Where a row lies in q or out.
+  __device__ int64_t offset_of(const AttentionParams& p, int row, int64_t stride,
+                               int head_dim) const {
+    const int i = min(row, last_row);
+    const int head = kv_head * p.group + i % p.group;
+    return (q_begin + i / p.group) * stride + head * head_dim;
+  }
+};
+
+// What the rows of a thread have summed up in the splits before. acc waits in shared memory, four
+// floats a thread in turn.
+template <int kHeadDim, int kBlocks, int kAllThreads>
+class Totals {
+ public:
+  __device__ Totals(char* shared, int thread) : acc_(reinterpret_cast<float4*>(shared) + thread) {}
+
+  // rows = total + rows.
+  __device__ __forceinline__ void add_to(Rows<kHeadDim, kBlocks>& rows) const {
+    rows.sum_lanes();
+    if (empty_) return;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const Merge merge[2] = {{max_[b][0], rows.max[b][0]}, {max_[b][1], rows.max[b][1]}};
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        const float4 total = acc_[(b * (kHeadDim / 8) + n) * kAllThreads];
+        float (&acc)[4] = rows.acc[b][n];
+        acc[0] = merge[0](total.x, acc[0]);
+        acc[1] = merge[0](total.y, acc[1]);
+        acc[2] = merge[1](total.z, acc[2]);
+        acc[3] = merge[1](total.w, acc[3]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        rows.sum[b][h] = merge[h](sum_[b][h], rows.sum[b][h]);
+        rows.max[b][h] = merge[h].max;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Rows<kHeadDim, kBlocks>& rows) {
+    empty_ = false;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        const float (&acc)[4] = rows.acc[b][n];
+        acc_[(b * (kHeadDim / 8) + n) * kAllThreads] = {acc[0], acc[1], acc[2], acc[3]};
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum_[b][h] = rows.sum[b][h];
+        max_[b][h] = rows.max[b][h];
+      }
+    }
+  }
+
+ private:
+  float4* const acc_;  // this thread's, kAllThreads apart
+  bool empty_ = true;
+  float max_[kBlocks][2], sum_[kBlocks][2];
+};
+
+template <int kHeadDim, int kBlocks>
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const RowTile& tile,
+                                           const Rows<kHeadDim, kBlocks>& rows, int warp_row) {
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp_row + b * 16 + lane_id() / 4 + h * 8;
+      if (row > tile.last_row) continue;
+      const float inverse_sum = inverse(rows.sum[b][h]);
+      auto* out =
+          reinterpret_cast<uint32_t*>(p.out + tile.offset_of(p, row, p.out_stride, kHeadDim)) +
+          lane_id() % 4;
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        out[n * 4] = finish(rows.acc[b][n][2 * h], rows.acc[b][n][2 * h + 1], inverse_sum);
+      }
+    }
+  }
+}
+
 template <int kHeadDim>
 class RowTiles {
   using Size = Sizes<kHeadDim>;
@@ -526,58 +644,29 @@ class RowTiles {
   __device__ RowTiles(const AttentionParams& params, char* shared)
       : p_(params),
         stages_(shared_address(shared)),
-        totals_(reinterpret_cast<float4*>(shared + kStages * 2 * Size::kTileBytes) + threadIdx.x),
-        sequences_(params, Size::kTileRows),
+        totals_(shared + kStages * 2 * Size::kTileBytes, threadIdx.x),
         copier_(params, threadIdx.x / Size::kChunks, threadIdx.x % Size::kChunks) {}
 
-  __device__ void run(int num_items) {
-    __shared__ int next_item;
-    const bool taking = num_items > static_cast<int>(gridDim.x);
-    for (int item = blockIdx.x; item < num_items; item = next_item) {
-      int taken = num_items;
-      if (taking && threadIdx.x == 0) {
-        taken = gridDim.x + static_cast<int>(atomicAdd(p_.counters + kNextRowTile, 1u));
-      }
-      sequences_.find_row_tile(item / p_.num_kv_heads);
-      attend(item / p_.num_kv_heads - sequences_.row_tiles_before, item % p_.num_kv_heads);
-      __syncthreads();  // the stages are free, and so is next_item
-      if (threadIdx.x == 0) next_item = taken;
-      __syncthreads();
-    }
-  }
+  __device__ void attend(const RowTile& item) {
+    const int begin = item.begin, end = item.end, last_row = item.last_row;
+    copier_.open(item.seq, item.kv_head, item.first_key, item.past_key);
 
- private:
-  __device__ void attend(int row_tile, int kv_head) {
-    const Sequence& sequence = sequences_.sequence;
-    kv_head_ = kv_head;
-    // The longest first: the last row tile sees most keys.
-    const int first_row = (sequence.row_tiles - 1 - row_tile) * Size::kTileRows;
-    const int last_row = min(first_row + Size::kTileRows, sequence.q_len * p_.group) - 1;
-    const int first_position = sequence.seq_len - sequence.q_len;
-    first_key_ = first_visible(p_, first_position + first_row / p_.group);
-    past_key_ = max(0, first_position + last_row / p_.group + 1);
-    const int begin = first_key_ / kTileKeys, end = (past_key_ + kTileKeys - 1) / kTileKeys;
-    copier_.open(sequences_.seq, kv_head, first_key_, past_key_);
-
-    const int warp = threadIdx.x / 32, warp_row = first_row + warp * kBlocks * 16;
+    const int warp = threadIdx.x / 32, warp_row = item.first_row + warp * kBlocks * 16;
     int position[kBlocks][2];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = warp_row + b * 16 + lane_id() / 4 + h * 8;
-        position[b][h] = first_position + min(row, last_row) / p_.group;
+        position[b][h] = item.position_of(p_, warp_row + b * 16 + lane_id() / 4 + h * 8);
       }
     }
     // The warp's keys are (lowest - window, highest], all of them seen by all rows up to `lowest`.
-    const int lowest = first_position + min(warp_row, last_row) / p_.group;
+    const int lowest = item.position_of(p_, warp_row);
     const int highest =
-        warp_row > last_row
-            ? -1
-            : first_position + min(warp_row + kBlocks * 16 - 1, last_row) / p_.group;
+        warp_row > last_row ? -1 : item.position_of(p_, warp_row + kBlocks * 16 - 1);
 
     // q comes through the stage that is filled last.
-    copy_queries(first_row, last_row, stages_ + (kStages - 1) * 2 * Size::kTileBytes);
+    copy_queries(item, stages_ + (kStages - 1) * 2 * Size::kTileBytes);
     commit_copies();
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
@@ -595,7 +684,6 @@ class RowTiles {
 
     Rows<kHeadDim, kBlocks> rows;
     rows.reset();
-    has_total_ = false;
     int stage = 0;
     for (int tile = begin; tile < end; ++tile) {
       wait_copies<kStages - 2>();
@@ -613,27 +701,26 @@ class RowTiles {
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
       if (split_of(tile + 1) != split_of(tile) && tile + 1 < end) {
-        add_to_total(rows);
-        store_total(rows);
+        totals_.add_to(rows);
+        totals_.store(rows);
         rows.reset();
       }
     }
-    add_to_total(rows);
-    store_rows(rows, warp_row, last_row);
+    totals_.add_to(rows);
+    store_rows(p_, item, rows, warp_row);
   }
 
-  __device__ void copy_queries(int first_row, int last_row, uint32_t to) {
+ private:
+  __device__ void copy_queries(const RowTile& item, uint32_t to) {
     constexpr int kRows = kThreads / Size::kChunks;  // at a time
     const int chunk = threadIdx.x % Size::kChunks;
 #pragma unroll
     for (int i = 0; i < Size::kTileRows / kRows; ++i) {
       const int row = threadIdx.x / Size::kChunks + i * kRows;
-      const int at = min(first_row + row, last_row);
-      const int64_t token = sequences_.sequence.q_begin + at / p_.group;
-      const int head = kv_head_ * p_.group + at % p_.group;
-      copy_16_async(to + row * Size::kRowBytes + ((chunk ^ (row % 8)) * 16),
-                    p_.q + token * p_.q_stride + head * kHeadDim + chunk * 8,
-                    first_row + row <= last_row);
+      copy_16_async(
+          to + row * Size::kRowBytes + ((chunk ^ (row % 8)) * 16),
+          p_.q + item.offset_of(p_, item.first_row + row, p_.q_stride, kHeadDim) + chunk * 8,
+          item.first_row + row <= item.last_row);
     }
   }
 
@@ -659,9 +746,9 @@ class RowTiles {
     }
     Fragment4 p[kBlocks][kTileBlocks];
     if (masked) {
-      softmax_step<true, 2>(p, s, rows, position, base, p_.window, p_.scale_log2);
+      softmax_step<true>(p, s, rows, position, base, p_.window, p_.scale_log2);
     } else {
-      softmax_step<false, 2>(p, s, rows, position, base, p_.window, p_.scale_log2);
+      softmax_step<false>(p, s, rows, position, base, p_.window, p_.scale_log2);
     }
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
@@ -670,86 +757,288 @@ class RowTiles {
     }
   }
 
-  // rows = total + rows. The total of acc lies in shared memory, four floats a thread in turn.
-  __device__ __forceinline__ void add_to_total(Rows<kHeadDim, kBlocks>& rows) {
-    rows.sum_lanes();
-    if (!has_total_) return;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const Merge merge[2] = {{total_max_[b][0], rows.max[b][0]},
-                              {total_max_[b][1], rows.max[b][1]}};
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        const float4 total = totals_[(b * (kHeadDim / 8) + n) * kThreads];
-        float (&acc)[4] = rows.acc[b][n];
-        acc[0] = merge[0](total.x, acc[0]);
-        acc[1] = merge[0](total.y, acc[1]);
-        acc[2] = merge[1](total.z, acc[2]);
-        acc[3] = merge[1](total.w, acc[3]);
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        rows.sum[b][h] = merge[h](total_sum_[b][h], rows.sum[b][h]);
-        rows.max[b][h] = merge[h].max;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_total(const Rows<kHeadDim, kBlocks>& rows) {
-    has_total_ = true;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        const float (&acc)[4] = rows.acc[b][n];
-        totals_[(b * (kHeadDim / 8) + n) * kThreads] = {acc[0], acc[1], acc[2], acc[3]};
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        total_sum_[b][h] = rows.sum[b][h];
-        total_max_[b][h] = rows.max[b][h];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_rows(const Rows<kHeadDim, kBlocks>& rows, int warp_row,
-                                             int last_row) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = warp_row + b * 16 + lane_id() / 4 + h * 8;
-        if (row > last_row) continue;
-        const float inverse_sum = inverse(rows.sum[b][h]);
-        const int64_t token = sequences_.sequence.q_begin + row / p_.group;
-        const int head = kv_head_ * p_.group + row % p_.group;
-        auto* out = reinterpret_cast<uint32_t*>(p_.out + token * p_.out_stride + head * kHeadDim) +
-                    lane_id() % 4;
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; ++n) {
-          out[n * 4] = finish(rows.acc[b][n][2 * h], rows.acc[b][n][2 * h + 1], inverse_sum);
-        }
-      }
-    }
-  }
-
   const AttentionParams& p_;
   const uint32_t stages_;  // [kStages][k, v][kTileKeys rows]
-  float4* const totals_;   // this thread's, kThreads apart
-  Sequences sequences_;
+  Totals<kHeadDim, kBlocks, kThreads> totals_;
   BlockCopier<kHeadDim, kThreads / Size::kChunks> copier_;
-  int kv_head_, first_key_, past_key_;  // of the item
-  bool has_total_;
-  float total_max_[kBlocks][2], total_sum_[kBlocks][2];
 };
+
+// ---- Row tiles on wgmma -------------------------------------------------------------------------
+
+template <int kHeadDim>
+struct WgmmaSizes {
+  static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;  // of four warps, 64 rows each
+  static constexpr int kThreads = (kGroups + 1) * 128;    // the first four warps copy
+  static constexpr int kTileRows = kGroups * 64;
+  static constexpr int kStages = kHeadDim == 64 ? 6 : 4;
+  static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;  // of k or of v
+  static constexpr int kSharedBytes =
+      kStages * 2 * kTileBytes + kGroups * 128 * kHeadDim / 2 * 4;  // with the totals
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "build for 90a, not 90: the launcher counts on wgmma"
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TINYVLLM_WGMMA 1
+
+// d [64, n] += a [64, 16] b [16, n], n = 64 or 128, or = without `adds`, asynchronously. A warp
+// holds 16 rows, laid out as for mma; b lies in shared memory in rows of 128 swizzled bytes: one
+// for each of the n columns or, transposed, one for each of the 16.
+#define TINYVLLM_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define TINYVLLM_D8(i)                                                                       \
+  TINYVLLM_D(i), TINYVLLM_D(i + 1), TINYVLLM_D(i + 2), TINYVLLM_D(i + 3), TINYVLLM_D(i + 4), \
+      TINYVLLM_D(i + 5), TINYVLLM_D(i + 6), TINYVLLM_D(i + 7)
+
+template <bool kTransposed>
+__device__ __forceinline__ void wgmma(float (&d)[8][4], const Fragment4& a, uint64_t b,
+                                      bool adds = true) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %38, 0;"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, %37; }"
+      : TINYVLLM_D8(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed ? 1 : 0), "r"(+adds));
+}
+
+template <bool kTransposed>
+__device__ __forceinline__ void wgmma(float (&d)[16][4], const Fragment4& a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+      "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, "
+      "1, 1, 1, %69;"
+      : TINYVLLM_D8(0), TINYVLLM_D8(8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposed ? 1 : 0));
+}
+#undef TINYVLLM_D8
+#undef TINYVLLM_D
+
+// Registers that a wgmma reads or writes: written before this, and read only after it.
+template <int kColumns>
+__device__ __forceinline__ void pin(float (&d)[kColumns][4]) {
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+  }
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// b for wgmma: 128-byte swizzle, groups of 8 rows 1024 bytes apart; `panels` from one 64 columns of
+// a transposed b to the next.
+__device__ __forceinline__ uint64_t describe_matrix(uint32_t address, int panels) {
+  return uint64_t{(address & 0x3ffff) >> 4} | uint64_t(panels >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+// Four warps copy, the others compute, 16 rows a warp.
+template <int kHeadDim>
+class WgmmaRowTiles {
+  using Size = WgmmaSizes<kHeadDim>;
+  static constexpr int kStages = Size::kStages;
+  static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
+  static constexpr int kPanelBytes = kTileKeys * 128;  // 64 columns of it
+  static constexpr int kCopyRegisters = kHeadDim == 64 ? 32 : 40;
+  static constexpr int kRegisters = kHeadDim == 64 ? 160 : 232;
+
+ public:
+  static __device__ void attend(const AttentionParams& p, char* shared) {
+    __shared__ uint64_t barriers[2][kStages];  // full, empty
+    Sequences sequences(p, Size::kTileRows);
+    const int i = static_cast<int>(blockIdx.x) / p.num_kv_heads;
+    if (!sequences.find_row_tile(i)) return;
+    const RowTile tile(p, sequences, i - sequences.row_tiles_before, Size::kTileRows,
+                       static_cast<int>(blockIdx.x) % p.num_kv_heads);
+    const uint32_t stages = shared_address(shared);
+    const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        barrier_init(full + stage * 8, 128);
+        barrier_init(empty + stage * 8, Size::kGroups * 4);
+      }
+      fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
+      copy_tiles(p, tile, stages, full, empty);
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+      attend_tiles(p, tile, stages, full, empty, shared + kStages * 2 * Size::kTileBytes);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void copy_tiles(const AttentionParams& p, const RowTile& tile,
+                                                    uint32_t stages, uint32_t full,
+                                                    uint32_t empty) {
+    BlockCopier<kHeadDim, 128 / kChunks> copier(p, threadIdx.x / kChunks, threadIdx.x % kChunks);
+    copier.open(tile.seq, tile.kv_head, tile.first_key, tile.past_key);
+    const int num_tiles = tile.end - tile.begin;
+    for (int i = 0; i < num_tiles; ++i) {
+      const int stage = i % kStages;
+      if (i >= kStages) barrier_wait(empty + stage * 8, (i / kStages + 1) % 2);
+      const uint32_t to = stages + stage * 2 * Size::kTileBytes;
+#pragma unroll
+      for (int row = 0; row < kTileKeys; row += kBlockRows) {
+        const int key = (tile.begin + i) * kTileKeys + row;
+        const int64_t offset = copier.offset_of(key);
+        copier.template copy<true>(to + row * 128, p.k_cache, offset, key);
+        copier.template copy<true>(to + row * 128 + Size::kTileBytes, p.v_cache, offset, key);
+      }
+      // Arrives once this thread's copies have.
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + stage * 8)
+                   : "memory");
+    }
+    wait_copies<0>();  // no thread ends before its copies
+  }
+
+  static __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const RowTile& tile,
+                                                      uint32_t stages, uint32_t full,
+                                                      uint32_t empty, char* totals) {
+    const int thread = static_cast<int>(threadIdx.x) - 128, lane = lane_id();
+    const int warp_row = tile.first_row + thread / 32 * 16;
+    int position[1][2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) position[0][h] = tile.position_of(p, warp_row + lane / 4 + h * 8);
+    const int lowest = tile.position_of(p, warp_row);
+    const int highest = tile.position_of(p, warp_row + 15);
+    // The tiles that some of the 64 rows sees.
+    const int group_row = tile.first_row + thread / 128 * 64;
+    int begin = tile.end, end = tile.end;
+    if (group_row <= tile.last_row) {
+      begin = first_visible(p, tile.position_of(p, group_row)) / kTileKeys;
+      end = tile.position_of(p, group_row + 63) / kTileKeys + 1;
+      if (tile.position_of(p, group_row + 63) < 0) end = begin;
+    }
+    begin = __shfl_sync(kAllLanes, begin, 0);  // the same in all lanes, for the compiler to see
+    end = __shfl_sync(kAllLanes, end, 0);
+    QueryFragments<kHeadDim, 1> q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp_row + lane / 4 + h * 8;
+      const auto* pairs =
+          reinterpret_cast<const uint32_t*>(p.q + tile.offset_of(p, row, p.q_stride, kHeadDim)) +
+          lane % 4;
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k) {
+        q[0][k][h] = pairs[k * 8];
+        q[0][k][h + 2] = pairs[k * 8 + 4];
+      }
+    }
+    Rows<kHeadDim, 1> rows;
+    rows.reset();
+    Totals<kHeadDim, 1, Size::kGroups * 128> total(totals, thread);
+    Ring ring{full, empty};
+    const auto skip = [&](int tiles) {
+      for (int i = 0; i < tiles; ++i) {
+        ring.wait();
+        ring.free();
+      }
+    };
+    skip((begin < end ? begin : tile.end) - tile.begin);
+    if (begin < end) {
+      float s[1][kTileKeys / 8][4] = {};
+      ring.wait();
+      score(s[0], q[0], stages + ring.stage * 2 * Size::kTileBytes);
+      wgmma_wait();
+      pin(s[0]);
+      for (int i = begin; i < end; ++i) {
+        Fragment4 probabilities[1][kTileBlocks];
+        const int base = i * kTileKeys;
+        if (base + kTileKeys - 1 > lowest || (p.window > 0 && base <= highest - p.window)) {
+          softmax_step<true>(probabilities, s, rows, position, base, p.window, p.scale_log2);
+        } else {
+          softmax_step<false>(probabilities, s, rows, position, base, p.window, p.scale_log2);
+        }
+        // Without a gap: this tile's values, then the next one's keys; after the last tile its own
+        // once more, since a branch here would make wgmma wait for each other.
+        Ring next = ring;
+        if (i + 1 < end) next.advance();
+        next.wait();
+        pin(rows.acc[0]);
+        wgmma_fence();
+        const uint32_t values = stages + (ring.stage * 2 + 1) * Size::kTileBytes;
+#pragma unroll
+        for (int j = 0; j < kTileBlocks; ++j) {
+          wgmma<true>(rows.acc[0], probabilities[0][j],
+                      describe_matrix(values + j * kBlockRows * 128, kPanelBytes));
+        }
+        score(s[0], q[0], stages + next.stage * 2 * Size::kTileBytes);
+        wgmma_wait();
+        pin(rows.acc[0]);
+        pin(s[0]);
+        ring.free();
+        if (i + 1 < end && split_of(i + 1) != split_of(i)) {
+          total.add_to(rows);
+          total.store(rows);
+          rows.reset();
+        }
+      }
+      skip(tile.end - end);
+    }
+    total.add_to(rows);
+    store_rows<kHeadDim, 1>(p, tile, rows, warp_row);
+  }
+
+  // Where a warp is in the ring of tiles.
+  struct Ring {
+    uint32_t full, empty;
+    int stage = 0, phase = 0;
+
+    __device__ __forceinline__ void wait() const {
+      barrier_wait(full + stage * 8, phase);
+      // wgmma reads through another proxy than the copies wrote through. The fence is here, since
+      // in the threads that copy it would wait for the copies on their way.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __device__ __forceinline__ void advance() {
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if (stage == 0) phase ^= 1;
+    }
+    __device__ __forceinline__ void free() {
+      if (lane_id() == 0) barrier_arrive(empty + stage * 8);
+      advance();
+    }
+  };
+
+  // s = q k^T of a tile.
+  static __device__ __forceinline__ void score(float (&s)[kTileKeys / 8][4],
+                                               const Fragment4 (&q)[kHeadDim / 16], uint32_t keys) {
+    pin(s);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      wgmma<false>(s, q[k], describe_matrix(keys + k / 4 * kPanelBytes + k % 4 * 32, 16), k > 0);
+    }
+    wgmma_commit();
+  }
+};
+
+#else
+#define TINYVLLM_WGMMA 0
+#endif
 
 // ---- Splits -------------------------------------------------------------------------------------
 
-// How the queries' splits are divided over groups of warps: group g takes the splits that begin in
+// How the queries' splits are divided over groups of blocks: group g takes the splits that begin in
 // its range of the tiles of all queries.
 struct Division {
   int64_t tiles;
-  int queries, groups;
+  int groups;
   bool divided;  // else ranges end with queries
 
   // All lanes together.
@@ -762,10 +1051,11 @@ struct Division {
       lane_queries += sequence.queries;
     }
     tiles = __reduce_add_sync(kAllLanes, lane_tiles);
-    queries = __reduce_add_sync(kAllLanes, lane_queries);
     const int splits = __reduce_add_sync(kAllLanes, lane_splits);
-    groups = max(1, min(p.split_warps / p.head_units, splits));
-    divided = static_cast<int64_t>(splits) * p.head_units <= p.max_slots;
+    const int queries = __reduce_add_sync(kAllLanes, lane_queries);
+    groups = max(1, min(static_cast<int>(gridDim.x) / p.head_units, splits));
+    divided = static_cast<int64_t>(splits) * p.head_units <= p.max_slots &&
+              static_cast<int64_t>(queries) * p.head_units <= p.max_counters;
   }
 
   __device__ int begin_of(int group) const { return static_cast<int>(tiles * group / groups); }
@@ -787,14 +1077,18 @@ struct HeadUnit {
 struct alignas(16) Run {
   int token;  // -1: the stream ends here
   int position;
-  int begin, end;  // keys that it sees; begin is that of a tile
-  int first_split, splits;
-  int slot;                                   // of its first split
-  enum Kind { kWhole, kFirst, kOther } kind;  // all splits of the query; its first ones; others
+  int begin, end;             // keys that it sees; begin is that of a tile
+  int first_new;              // the first key that this step stored
+  int first_split;            // counted from the first key of the sequence
+  int before, splits, total;  // splits of the query: before the run, in it, all
+  int query, slot;            // of those that go by splits; slot of the query's first split
+  int pad;
+
+  __device__ bool whole() const { return splits == total; }
 };
 
-// Finds the runs of a warp. Not inlined, so that what it remembers stays out of the registers of
-// the loops that it is called from, rarely.
+// Finds the runs of a block; every warp does it for itself. Not inlined, so that what it remembers
+// stays out of the registers of the loops that it is called from, rarely.
 class RunFinder {
  public:
   __device__ RunFinder(const AttentionParams& params, const Division& division, int group, int unit)
@@ -823,22 +1117,20 @@ class RunFinder {
       next_tile_ = origin + max(tile, past);
       if (tile >= past) continue;
 
-      const int first_tile = sequence.first_tile, splits = sequence.num_splits();
-      const int before = sequence.splits_before(tile);
+      const int first_tile = sequence.first_tile;
       seq = sequences_.seq;
       run.token = sequence.q_begin + query;
-      run.position = sequence.seq_len - sequence.q_len + query;
+      run.first_new = sequence.seq_len - sequence.q_len;
+      run.position = run.first_new + query;
       run.begin = max((first_tile + tile) * kTileKeys,
                       first_visible(p_, run.position) / kTileKeys * kTileKeys);
       run.end = min((first_tile + past) * kTileKeys, run.position + 1);
       run.first_split = split_of(first_tile + tile);
-      run.splits = sequence.splits_before(past) - before;
-      run.slot = (sequences_.splits_before + query * splits + before) * p_.head_units + unit_;
-      run.kind = tile > 0 ? Run::kOther : past < num_tiles ? Run::kFirst : Run::kWhole;
-      if (tile == 0 && unit_ == 0 && lane_id() == 0) {
-        p_.merge_list->items[sequences_.queries_before + query] = {run.token, run.slot, run.splits,
-                                                                   splits};
-      }
+      run.total = sequence.num_splits();
+      run.before = sequence.splits_before(tile);
+      run.splits = sequence.splits_before(past) - run.before;
+      run.query = sequences_.queries_before + query;
+      run.slot = (sequences_.splits_before + query * run.total) * p_.head_units + unit_;
       return true;
     }
     return false;
@@ -853,12 +1145,13 @@ class RunFinder {
   Sequences sequences_;
 };
 
-// Writes the stream of a warp into its ring: for each run q, then the k and v of each of its tiles.
-template <int kHeadDim>
+// Writes the stream of a block into its ring: the k and v of each tile of its runs (a run without a
+// key has one tile, all of it hidden), and with the first of them the run's q.
+template <int kHeadDim, int kRing>
 class SplitProducer {
-  using Size = SplitSizes<kHeadDim>;
+  using Size = SplitSizes<kHeadDim, kRing>;
   static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
-  static constexpr int kRows = 32 / kChunks;  // that a warp copies at a time
+  static constexpr int kRows = kThreads / kChunks;  // that the block copies at a time
 
  public:
   __device__ SplitProducer(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
@@ -868,53 +1161,75 @@ class SplitProducer {
         finder_(finder),
         ring_(ring),
         runs_(runs),
-        copier_(params, lane_id() / kChunks, lane_id() % kChunks) {}
+        copier_(params, threadIdx.x / kChunks, threadIdx.x % kChunks) {}
+
+  // Asks for what is older than this step's kernels: of the first run the keys that were there
+  // before. The first steps leave those out.
+  __device__ void prefetch() {
+    find_run();
+    for (int i = 0; i < kRing - 1 && tile_ + i * kTileKeys < past_key_; ++i) {
+      copy_tile(i, tile_ + i * kTileKeys, 0, run_.first_new);
+    }
+    num_prefetched_ = kRing - 1;
+  }
 
   // Fills the next slot, in a group of copies of its own.
   __device__ __forceinline__ void step() {
-    const uint32_t to = ring_ + slot_ * Size::kSlotBytes;
-    if (next_ == Next::kRun) {
-      open_run(to);
-    } else if (next_ != Next::kNothing) {
-      const __nv_bfloat16* cache = next_ == Next::kKeys ? p_.k_cache : p_.v_cache;
-#pragma unroll
-      for (int i = 0; i < kTileKeys; i += kBlockRows) {
-        if (tile_ + i >= past_key_) break;
-        copier_.copy(to + i * kHeadDim * 2, cache, copier_.offset_of(tile_ + i), tile_ + i);
-      }
-      if (next_ == Next::kKeys) {
-        next_ = Next::kValues;
-      } else {
-        tile_ += kTileKeys;
-        next_ = tile_ < past_key_ ? Next::kKeys : Next::kRun;
-      }
+    if (run_.token >= 0) {
+      if (opens_) copy_queries(ring_ + slot_ * Size::kSlotBytes + 2 * Size::kTileBytes);
+      copy_tile(slot_, tile_, num_prefetched_ > 0 ? run_.first_new : 0, INT_MAX);
+      --num_prefetched_;
     }
+    if (opens_ && threadIdx.x == 0) runs_[slot_] = run_;
     commit_copies();
-    slot_ = slot_ + 1 == Size::kRing ? 0 : slot_ + 1;
+    slot_ = slot_ + 1 == kRing ? 0 : slot_ + 1;
+    if (run_.token < 0) return;
+    opens_ = false;
+    tile_ += kTileKeys;
+    if (tile_ >= past_key_) {
+      find_run();
+      num_prefetched_ = 0;
+    }
   }
 
  private:
-  enum class Next { kRun, kKeys, kValues, kNothing };
-
-  __device__ void open_run(uint32_t to) {
-    Run run{};
-    if (finder_.next(run)) {
-      past_key_ = run.end;
-      tile_ = run.begin;
-      next_ = tile_ < past_key_ ? Next::kKeys : Next::kRun;
-      copier_.open(finder_.seq, unit_.kv_head, first_visible(p_, run.position), past_key_);
-      const __nv_bfloat16* q = p_.q + run.token * p_.q_stride + unit_.first_head * kHeadDim;
-#pragma unroll
-      for (int i = 0; i < kBlockRows; i += kRows) {
-        const int row = lane_id() / kChunks + i, chunk = lane_id() % kChunks;
-        copy_16_async(to + row * kHeadDim * 2 + ((chunk ^ (row % 8)) * 16),
-                      q + row * kHeadDim + chunk * 8, row < unit_.rows);
-      }
-    } else {
-      run.token = -1;
-      next_ = Next::kNothing;
+  __device__ __forceinline__ void find_run() {
+    opens_ = true;
+    Run found;  // what a call may write to would not be held in registers
+    const bool any = finder_.next(found);
+    run_ = found;
+    if (!any) {
+      run_.token = -1;
+      past_key_ = tile_ = 0;
+      return;
     }
-    if (lane_id() == 0) runs_[slot_] = run;
+    past_key_ = run_.end;
+    tile_ = run_.begin;
+    copier_.open(finder_.seq, unit_.kv_head, first_visible(p_, run_.position), past_key_);
+  }
+
+  // Keys [from, to) of the tile.
+  __device__ __forceinline__ void copy_tile(int slot, int tile, int from, int to) {
+    const uint32_t place = ring_ + slot * Size::kSlotBytes;
+#pragma unroll 1  // a lone query waits longest for code that is not in the instruction cache
+    for (int i = 0; i < kTileKeys; i += kBlockRows) {
+      const int key = tile + i;
+      if (key >= past_key_ || key + kBlockRows <= from || key >= to) continue;
+      const int64_t offset = copier_.offset_of(key);
+      const uint32_t rows = place + i * kHeadDim * 2;
+      copier_.copy(rows, p_.k_cache, offset, key, from, to);
+      copier_.copy(rows + Size::kTileBytes, p_.v_cache, offset, key, from, to);
+    }
+  }
+
+  __device__ __forceinline__ void copy_queries(uint32_t to) {
+    const __nv_bfloat16* q = p_.q + run_.token * p_.q_stride + unit_.first_head * kHeadDim;
+#pragma unroll
+    for (int i = 0; i < kBlockRows; i += kRows) {
+      const int row = threadIdx.x / kChunks + i, chunk = threadIdx.x % kChunks;
+      copy_16_async(to + row * kHeadDim * 2 + ((chunk ^ (row % 8)) * 16),
+                    q + row * kHeadDim + chunk * 8, row < unit_.rows);
+    }
   }
 
   const AttentionParams& p_;
@@ -923,157 +1238,352 @@ class SplitProducer {
   const uint32_t ring_;
   Run* const runs_;
   BlockCopier<kHeadDim, kRows> copier_;
-  Next next_ = Next::kRun;
-  int slot_ = 0;
+  Run run_;  // that is being written
+  bool opens_;
+  int slot_ = 0, num_prefetched_;
   int past_key_, tile_;  // of the run, and where it is
 };
 
-template <int kHeadDim, int kHalves>
+// What the warps of a block tell each other about a tile.
+template <int kHeadDim, int kHalves, int kRing>
+struct SplitShared {
+  Run runs[kRing];
+  float max[kBlockRows][kWarps];        // of the 16 keys of each warp
+  float sum[kWarps][kHalves][32];       // the same, of each lane
+  uint32_t p[kWarps][32][2 * kHalves];  // fragments of the a side
+  bool last[2];
+};
+
+template <int kHeadDim, int kHalves, int kRing>
 class Splits {
-  using Size = SplitSizes<kHeadDim>;
+  using Size = SplitSizes<kHeadDim, kRing>;
+  using Shared = SplitShared<kHeadDim, kHalves, kRing>;
+  static constexpr int kColumns = Size::kColumns;
 
  public:
   __device__ Splits(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
-                    uint32_t ring, Run* runs)
+                    uint32_t ring, Shared& shared)
       : p_(params),
         unit_(unit),
         ring_(ring),
-        runs_(runs),
-        producer_(params, unit, finder, ring, runs) {}
+        warp_(threadIdx.x / 32),
+        shared_(shared),
+        producer_(params, unit, finder, ring, shared.runs) {}
+
+  __device__ void prefetch() { producer_.prefetch(); }
 
   __device__ void attend() {
-    for (int i = 0; i < Size::kRing - 1; ++i) producer_.step();
+#pragma unroll 1
+    for (int i = 0; i < kRing - 1; ++i) producer_.step();
     for (;;) {
       const int opened = slot_;
-      const uint32_t queries = next_slot();
-      const Run run = runs_[opened];
+      uint32_t slot = next_slot();
+      const Run run = shared_.runs[opened];
       if (run.token < 0) break;
-      attend(run, queries);
+      attend(run, slot);
     }
+    merge_divided();
   }
 
  private:
-  // The address of the next slot, with its rows in it; the slot before it is refilled.
+  // The rows of a warp's columns. max and sum are those of whole rows, in every warp alike.
+  struct Part {
+    float max[kHalves], sum[kHalves];
+    float acc[kColumns / 8][4];
+
+    __device__ __forceinline__ void reset() {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        max[h] = kNone;
+        sum[h] = 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
+      }
+    }
+  };
+
+  // The address of the next slot, with its tile in it; the slot before it is refilled.
   __device__ __forceinline__ uint32_t next_slot() {
-    wait_copies<Size::kRing - 2>();
-    __syncwarp();  // every lane's copies are there, and every lane is done with the slot before
+    wait_copies<kRing - 2>();
+    __syncthreads();  // everyone's copies are there, and everyone is done with the slot before
     producer_.step();
     const uint32_t address = ring_ + slot_ * Size::kSlotBytes;
-    slot_ = slot_ + 1 == Size::kRing ? 0 : slot_ + 1;
+    slot_ = slot_ + 1 == kRing ? 0 : slot_ + 1;
     return address;
   }
 
-  __device__ void attend(const Run& run, uint32_t queries) {
-    QueryFragments<kHeadDim, 1> q;
-    load_queries<kHeadDim>(q[0], queries);
-    Rows<kHeadDim, 1> rows, total;
+  __device__ void attend(const Run& run, uint32_t slot) {
+    Fragment4 q[kHeadDim / 16];
+    load_queries<kHeadDim>(q, slot + 2 * Size::kTileBytes);
+    Part part, total;
     total.reset();
     for (int i = 0; i < run.splits; ++i) {
       const int split = run.first_split + i;
       const int end = min(run.end, split_begin(split + 1) * kTileKeys);
-      rows.reset();
+      part.reset();
       for (int base = max(run.begin, split_begin(split) * kTileKeys); base < end;
            base += kTileKeys) {
-        attend_tile(rows, q, run.position, base, end);
+        if (base > run.begin) slot = next_slot();
+        attend_tile(part, q, run.position, base, end, slot);
       }
-      rows.sum_lanes();
-      if (run.kind == Run::kOther) {
-        store_part(run.slot + i * p_.head_units, rows);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        part.sum[h] += __shfl_xor_sync(kAllLanes, part.sum[h], 1);
+        part.sum[h] += __shfl_xor_sync(kAllLanes, part.sum[h], 2);
+      }
+      if (run.before > 0) {
+        store_part(run.slot + (run.before + i) * p_.head_units, part);
       } else {
-        merge_into(total, rows);
+        merge_into(total, part);
       }
     }
-    if (run.kind == Run::kWhole) {
+    if (run.whole()) {
       store_rows(run.token, total);
-    } else if (run.kind == Run::kFirst) {
+      return;
+    }
+    if (run.before == 0) {
       store_part(run.slot, total);
-    }
-  }
-
-  __device__ __forceinline__ void attend_tile(Rows<kHeadDim, 1>& rows,
-                                              const QueryFragments<kHeadDim, 1>& q, int position,
-                                              int base, int end) {
-    float s[1][kTileKeys / 8][4];
-    const uint32_t keys = next_slot();
-    // What lies behind the last key is hidden by the mask, whatever it is.
-#pragma unroll
-    for (int i = 0; i < kTileBlocks; ++i) {
-      score_keys<kHeadDim, 1>(s, i, q, keys + i * kBlockRows * kHeadDim * 2);
-    }
-    Fragment4 p[1][kTileBlocks];
-    const int positions[1][2] = {{position, position}};
-    if (base + kTileKeys > end || (p_.window > 0 && base <= position - p_.window)) {
-      softmax_step<true, kHalves>(p, s, rows, positions, base, p_.window, p_.scale_log2);
-    } else {
-      softmax_step<false, kHalves>(p, s, rows, positions, base, p_.window, p_.scale_log2);
-    }
-    const uint32_t values = next_slot();
-#pragma unroll
-    for (int i = 0; i < kTileBlocks; ++i) {
-      if (base + i * kBlockRows < end) {
-        add_values<kHeadDim, 1>(rows, p, i, values + i * kBlockRows * kHeadDim * 2);
+      if (threadIdx.x == 0) {
+        p_.first_splits[run.query * p_.head_units + unit_.index] = run.splits;
       }
     }
+    const Divided divided{run.token, run.slot, run.query, run.splits, run.total};
+    if (num_divided_++ == 0) {
+      divided_[0] = divided;
+    } else {
+      divided_[1] = divided;
+    }
   }
 
-  __device__ __forceinline__ void merge_into(Rows<kHeadDim, 1>& total,
-                                             const Rows<kHeadDim, 1>& part) {
-    const Merge merge[2] = {{total.max[0][0], part.max[0][0]}, {total.max[0][1], part.max[0][1]}};
+  __device__ __forceinline__ void attend_tile(Part& rows, const Fragment4 (&q)[kHeadDim / 16],
+                                              int position, int base, int end, uint32_t slot) {
+    // Each warp its 16 keys. What lies behind the last key is hidden by the mask, whatever it is.
+    const int lane = lane_id();
+    float s[1][kTileKeys / 8][4];
+    {
+      const Fragment4(&queries)[1][kHeadDim / 16] =
+          reinterpret_cast<const Fragment4(&)[1][kHeadDim / 16]>(q);
+      score_keys<kHeadDim, 1>(s, 0, queries, slot + warp_ * kBlockRows * kHeadDim * 2);
+    }
+    const int first = base + warp_ * kBlockRows;
+    if (base + kTileKeys > end || (p_.window > 0 && base <= position - p_.window)) {
+      const int last = position - first - lane % 4 * 2;
+      const int before = p_.window > 0 ? last - p_.window : -kTileKeys - 1;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2 * kHalves; ++i) {
-        total.acc[0][n][i] = merge[i / 2](total.acc[0][n][i], part.acc[0][n][i]);
+        for (int i = 0; i < 4; ++i) {
+          const int key = 8 * n + i % 2;
+          if (key > last || key <= before) s[0][n][i] = kNone;
+        }
       }
     }
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      total.sum[0][h] = merge[h](total.sum[0][h], part.sum[0][h]);
-      total.max[0][h] = merge[h].max;
+      float largest = fmaxf(fmaxf(s[0][0][2 * h], s[0][0][2 * h + 1]),
+                            fmaxf(s[0][1][2 * h], s[0][1][2 * h + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+      if (lane % 4 == 0) shared_.max[lane / 4 + 8 * h][warp_] = largest;
+    }
+    __syncthreads();
+    float keep[kHalves];
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const float4 m = *reinterpret_cast<const float4*>(shared_.max[lane / 4 + 8 * h]);
+      const float largest = fmaxf(fmaxf(m.x, m.y), fmaxf(m.z, m.w));
+      const float max = fmaxf(rows.max[h], __fmul_rn(largest, p_.scale_log2));
+      const float origin = max == kNone ? 0.0f : max;
+      keep[h] = exp2_approx(rows.max[h] - origin);
+      rows.max[h] = max;
+      float x[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        x[c] = exp2_approx(__fmaf_rn(s[0][c / 2][2 * h + c % 2], p_.scale_log2, -origin));
+      }
+      shared_.p[warp_][lane][h] = pack_bf16(x[0], x[1]);
+      shared_.p[warp_][lane][h + kHalves] = pack_bf16(x[2], x[3]);
+      shared_.sum[warp_][h][lane] = sum_block(x);
+    }
+    __syncthreads();
+    bool shrinks = false;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      float sums[kTileBlocks];
+#pragma unroll
+      for (int i = 0; i < kTileBlocks; ++i) sums[i] = shared_.sum[i][h][lane];
+      rows.sum[h] = __fmaf_rn(rows.sum[h], keep[h], sum_tile(sums));
+      shrinks |= keep[h] != 1.0f;
+    }
+    if (__any_sync(kAllLanes, shrinks)) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          rows.acc[n][i] = __fmul_rn(rows.acc[n][i], keep[i / 2]);
+        }
+      }
+    }
+    // All 64 keys, each warp its columns.
+    const int row = lane % 16;
+    const int chunk = warp_ * (kColumns / 8) + lane / 16;
+    const uint32_t values = slot + Size::kTileBytes + row * kHeadDim * 2;
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+      if (base + i * kBlockRows >= end) break;
+      Fragment4 p = {};
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        p[h] = shared_.p[i][lane][h];
+        p[h + 2] = shared_.p[i][lane][h + kHalves];
+      }
+#pragma unroll
+      for (int d = 0; d < kColumns / 16; ++d) {
+        Fragment4 f;
+        load_matrices_transposed(
+            f, values + i * kBlockRows * kHeadDim * 2 + (((chunk + 2 * d) ^ (row % 8)) * 16));
+        multiply_add(rows.acc[2 * d], p, f[0], f[1]);
+        multiply_add(rows.acc[2 * d + 1], p, f[2], f[3]);
+      }
     }
   }
 
-  __device__ __forceinline__ void store_rows(int token, const Rows<kHeadDim, 1>& rows) {
+  __device__ __forceinline__ void merge_into(Part& total, const Part& part) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const Merge merge(total.max[h], part.max[h]);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) {
+          total.acc[n][i] = merge(total.acc[n][i], part.acc[n][i]);
+        }
+      }
+      total.sum[h] = merge(total.sum[h], part.sum[h]);
+      total.max[h] = merge.max;
+    }
+  }
+
+  __device__ __forceinline__ void store_rows(int token, const Part& rows) {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int row = lane_id() / 4 + h * 8;
       if (row >= unit_.rows) continue;
-      const float inverse_sum = inverse(rows.sum[0][h]);
-      auto* out = reinterpret_cast<uint32_t*>(p_.out + token * p_.out_stride +
-                                              (unit_.first_head + row) * kHeadDim) +
-                  lane_id() % 4;
+      const float inverse_sum = inverse(rows.sum[h]);
+      auto* out =
+          reinterpret_cast<uint32_t*>(p_.out + token * p_.out_stride +
+                                      (unit_.first_head + row) * kHeadDim + warp_ * kColumns) +
+          lane_id() % 4;
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        out[n * 4] = finish(rows.acc[0][n][2 * h], rows.acc[0][n][2 * h + 1], inverse_sum);
+      for (int n = 0; n < kColumns / 8; ++n) {
+        out[n * 4] = finish(rows.acc[n][2 * h], rows.acc[n][2 * h + 1], inverse_sum);
       }
     }
   }
 
-  __device__ __forceinline__ void store_part(int slot, const Rows<kHeadDim, 1>& rows) {
+  __device__ __forceinline__ void store_part(int slot, const Part& rows) {
     float* part = p_.parts + static_cast<int64_t>(slot) * p_.part_floats;
     const int part_rows = min(p_.group, kBlockRows);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int row = lane_id() / 4 + h * 8;
       if (row >= unit_.rows) continue;
-      auto* acc = reinterpret_cast<float2*>(part + row * kHeadDim) + lane_id() % 4;
+      auto* acc =
+          reinterpret_cast<float2*>(part + row * kHeadDim + warp_ * kColumns) + lane_id() % 4;
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        acc[n * 4] = {rows.acc[0][n][2 * h], rows.acc[0][n][2 * h + 1]};
+      for (int n = 0; n < kColumns / 8; ++n) {
+        acc[n * 4] = {rows.acc[n][2 * h], rows.acc[n][2 * h + 1]};
       }
-      if (lane_id() % 4 == 0) {
-        reinterpret_cast<float2*>(part + part_rows * kHeadDim)[row] = {rows.max[0][h],
-                                                                       rows.sum[0][h]};
+      if (warp_ == 0 && lane_id() % 4 == 0) {
+        reinterpret_cast<float2*>(part + part_rows * kHeadDim)[row] = {rows.max[h], rows.sum[h]};
       }
+    }
+  }
+
+  // A query of which this block did some splits. There are two at most: where its range begins and
+  // where it ends.
+  struct Divided {
+    int token, slot, query, splits, total;
+  };
+
+  // Whoever brings the last splits of a query merges them. Only here, where no copy is on its way:
+  // a fence would wait for it.
+  __device__ void merge_divided() {
+    if (num_divided_ == 0) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= num_divided_) break;
+        uint32_t* done = p_.counters + divided_[i].query * p_.head_units + unit_.index;
+        const int before = static_cast<int>(atomicAdd(done, divided_[i].splits));
+        shared_.last[i] = before + divided_[i].splits == divided_[i].total;
+        if (shared_.last[i]) *done = 0;
+      }
+      __threadfence();
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < num_divided_ && shared_.last[i]) merge_parts(divided_[i]);
+    }
+  }
+
+  // Four columns a thread.
+  __device__ void merge_parts(const Divided& query) {
+    constexpr int kAhead = 16;  // parts on their way
+    const int64_t stride = static_cast<int64_t>(p_.head_units) * p_.part_floats;
+    const float* parts = p_.parts + static_cast<int64_t>(query.slot) * p_.part_floats;
+    const float* max_sums = parts + min(p_.group, kBlockRows) * kHeadDim;
+    const int first_splits = __ldcg(p_.first_splits + query.query * p_.head_units + unit_.index);
+    const int num_parts = query.total - first_splits + 1;
+    for (int i = threadIdx.x * 4; i < unit_.rows * kHeadDim; i += kThreads * 4) {
+      const int row = i / kHeadDim, column = i % kHeadDim;
+      float4 total{};
+      float total_max = kNone, total_sum = 0.0f;
+      for (int first = 0; first < num_parts; first += kAhead) {
+        float4 part[kAhead];
+        float2 max_sum[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          part[j] = {};
+          max_sum[j] = {kNone, 0.0f};  // merging this changes nothing
+          if (first + j < num_parts) {
+            const int split = first + j == 0 ? 0 : first_splits + first + j - 1;
+            part[j] = __ldcg(reinterpret_cast<const float4*>(parts + split * stride + i));
+            max_sum[j] =
+                __ldcg(reinterpret_cast<const float2*>(max_sums + split * stride + row * 2));
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          const Merge merge(total_max, max_sum[j].x);
+          total = {merge(total.x, part[j].x), merge(total.y, part[j].y), merge(total.z, part[j].z),
+                   merge(total.w, part[j].w)};
+          total_sum = merge(total_sum, max_sum[j].y);
+          total_max = merge.max;
+        }
+      }
+      const float inverse_sum = inverse(total_sum);
+      auto* out =
+          p_.out + query.token * p_.out_stride + (unit_.first_head + row) * kHeadDim + column;
+      *reinterpret_cast<uint2*>(out) = {finish(total.x, total.y, inverse_sum),
+                                        finish(total.z, total.w, inverse_sum)};
     }
   }
 
   const AttentionParams& p_;
   const HeadUnit& unit_;
   const uint32_t ring_;
-  Run* const runs_;
-  int slot_ = 0;
-  SplitProducer<kHeadDim> producer_;
+  const int warp_;
+  Shared& shared_;
+  int slot_ = 0, num_divided_ = 0;
+  Divided divided_[2];
+  SplitProducer<kHeadDim, kRing> producer_;
 };
 
 // ---- Kernels and launcher -----------------------------------------------------------------------
@@ -1084,126 +1594,86 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) char shared[];
   wait_for_previous_kernels();
   let_next_kernel_start();
-  int row_tiles = 0;
-  for (int s = lane_id(); s < p.num_seqs; s += 32) {
-    row_tiles += Sequence(p, s, Sizes<kHeadDim>::kTileRows).row_tiles;
-  }
-  row_tiles = __reduce_add_sync(kAllLanes, row_tiles) * p.num_kv_heads;
-  RowTiles<kHeadDim>(p, shared).run(row_tiles);
-  if (row_tiles > static_cast<int>(gridDim.x) && threadIdx.x == 0) {
-    // This block takes no more.
-    if (atomicAdd(p.counters + kBlocksDone, 1u) == gridDim.x - 1) {
-      p.counters[kNextRowTile] = p.counters[kBlocksDone] = 0;
-    }
-  }
+  constexpr int kTileRows = Sizes<kHeadDim>::kTileRows;
+  Sequences sequences(p, kTileRows);
+  const int i = static_cast<int>(blockIdx.x) / p.num_kv_heads;
+  if (!sequences.find_row_tile(i)) return;
+  const RowTile tile(p, sequences, i - sequences.row_tiles_before, kTileRows,
+                     static_cast<int>(blockIdx.x) % p.num_kv_heads);
+  RowTiles<kHeadDim>(p, shared).attend(tile);
 }
 
-template <int kHeadDim, int kHalves>
-__global__ void __launch_bounds__(SplitSizes<kHeadDim>::kWarps * 32,
-                                  SplitSizes<kHeadDim>::kBlocksPerSm)
-    attend_splits_kernel(const __grid_constant__ AttentionParams p) {
-  using Size = SplitSizes<kHeadDim>;
+template <int kHeadDim>
+__global__ void __launch_bounds__(WgmmaSizes<kHeadDim>::kThreads, 1)
+    attend_row_tiles_wgmma_kernel(const __grid_constant__ AttentionParams p) {
+#if TINYVLLM_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  __shared__ Run runs[Size::kWarps][Size::kRing];
   wait_for_previous_kernels();
   let_next_kernel_start();
+  WgmmaRowTiles<kHeadDim>::attend(p, shared);
+#endif
+}
+
+template <int kHeadDim, int kHalves, int kRing>
+__global__ void __launch_bounds__(kThreads, SplitSizes<kHeadDim, kRing>::blocks_per_sm(kHalves))
+    attend_splits_kernel(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ SplitShared<kHeadDim, kHalves, kRing> told;
   const Division division(p);
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.merge_list->num_queries.x = division.queries;
-  // With work for every warp those of one group share a block; else they are on different
-  // multiprocessors, which are all needed.
-  const int warp_in_block = threadIdx.x / 32, all_groups = p.split_warps / p.head_units;
-  const int warp = division.groups == all_groups ? blockIdx.x * Size::kWarps + warp_in_block
-                                                 : warp_in_block * gridDim.x + blockIdx.x;
-  const int group = warp / p.head_units;
-  if (group >= division.groups) return;
-  const HeadUnit unit(p, warp % p.head_units);
-  const uint32_t ring = shared_address(shared) + warp_in_block * Size::kRing * Size::kSlotBytes;
+  const int group = static_cast<int>(blockIdx.x) / p.head_units;
+  if (group >= division.groups) return;  // and makes room for the next kernel; group 0 stays
+  const HeadUnit unit(p, static_cast<int>(blockIdx.x) % p.head_units);
   RunFinder finder(p, division, group, unit.index);
-  Splits<kHeadDim, kHalves>(p, unit, finder, ring, runs[warp_in_block]).attend();
-}
-
-constexpr int kMergeThreads = 512;
-
-// Block (i, u): head unit u of query i of those that go by splits; four columns a thread.
-template <int kHeadDim>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_splits_kernel(const __grid_constant__ AttentionParams p) {
-  wait_for_previous_kernels();
+  Splits<kHeadDim, kHalves, kRing> splits(p, unit, finder, shared_address(shared), told);
+  splits.prefetch();
+  // Row tiles, which let this kernel start, have waited for all before them, and nothing here
+  // depends on them.
+  if (p.only_splits) wait_for_previous_kernels();
   let_next_kernel_start();
-  const int num_queries = p.merge_list->num_queries.x;
-  const MergeItem item = p.merge_list->items[blockIdx.x];
-  if (blockIdx.x >= num_queries || item.first_splits == item.splits) return;
+  splits.attend();
+  wait_for_previous_kernels();  // who waits for this kernel waits for the row tiles, too
+}
 
-  constexpr int kAhead = 16;  // parts on their way
-  const HeadUnit unit(p, blockIdx.y);
-  const int64_t stride = static_cast<int64_t>(p.head_units) * p.part_floats;
-  const float* parts = p.parts + static_cast<int64_t>(item.slot + unit.index) * p.part_floats;
-  const float* max_sums = parts + min(p.group, kBlockRows) * kHeadDim;
-  const int num_parts = item.splits - item.first_splits + 1;
-  for (int i = threadIdx.x * 4; i < unit.rows * kHeadDim; i += blockDim.x * 4) {
-    const int row = i / kHeadDim, column = i % kHeadDim;
-    float4 total{};
-    float total_max = kNone, total_sum = 0.0f;
-    for (int first = 0; first < num_parts; first += kAhead) {
-      float4 part[kAhead];
-      float2 max_sum[kAhead];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        part[j] = {};
-        max_sum[j] = {kNone, 0.0f};  // merging this changes nothing
-        if (first + j < num_parts) {
-          const int split = first + j == 0 ? 0 : item.first_splits + first + j - 1;
-          part[j] = *reinterpret_cast<const float4*>(parts + split * stride + i);
-          max_sum[j] = *reinterpret_cast<const float2*>(max_sums + split * stride + row * 2);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const Merge merge(total_max, max_sum[j].x);
-        total = {merge(total.x, part[j].x), merge(total.y, part[j].y), merge(total.z, part[j].z),
-                 merge(total.w, part[j].w)};
-        total_sum = merge(total_sum, max_sum[j].y);
-        total_max = merge.max;
-      }
-    }
-    const float inverse_sum = inverse(total_sum);
-    auto* out = p.out + item.token * p.out_stride + (unit.first_head + row) * kHeadDim + column;
-    *reinterpret_cast<uint2*>(out) = {finish(total.x, total.y, inverse_sum),
-                                      finish(total.z, total.w, inverse_sum)};
-  }
+bool has_wgmma() { return compute_capability_major() == 9; }
+
+template <int kHeadDim, int kHalves, int kRing>
+void launch_splits(const AttentionParams& params, int64_t max_blocks, Stream stream) {
+  using Size = SplitSizes<kHeadDim, kRing>;
+  const int64_t blocks = std::max<int64_t>(
+      params.head_units,
+      std::min<int64_t>(max_blocks, Size::blocks_per_sm(kHalves) * num_multiprocessors()));
+  launch_early("paged_attention", attend_splits_kernel<kHeadDim, kHalves, kRing>,
+               dim3(static_cast<unsigned>(blocks)), kThreads, Size::kSharedBytes, stream, params);
 }
 
 template <int kHeadDim>
-void launch(AttentionParams params, int64_t num_tokens, int64_t max_keys, Stream stream) {
-  using Size = Sizes<kHeadDim>;
-  using SplitSize = SplitSizes<kHeadDim>;
-  const char* op = "paged_attention";
+void launch(const AttentionParams& params, int64_t num_tokens, int64_t max_keys, Stream stream) {
   const int64_t queries = std::min<int64_t>(params.num_seqs, num_tokens);
-  const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
   if (!params.only_splits) {
-    // No more blocks than there can be row tiles.
-    const int64_t row_tiles = queries + num_tokens * params.group / Size::kTileRows;
+    // As many blocks as there can be row tiles.
+    using Size = Sizes<kHeadDim>;
+    using WgmmaSize = WgmmaSizes<kHeadDim>;
+    const bool wgmma = has_wgmma();
+    const int64_t tile_rows = wgmma ? WgmmaSize::kTileRows : Size::kTileRows;
+    const int64_t row_tiles = queries + num_tokens * params.group / tile_rows;
     launch_early(
-        op, attend_row_tiles_kernel<kHeadDim>,
-        grid(std::min<int64_t>(2 * num_multiprocessors(), row_tiles * params.num_kv_heads)),
-        kThreads, Size::kSharedBytes, stream, params);
+        "paged_attention",
+        wgmma ? attend_row_tiles_wgmma_kernel<kHeadDim> : attend_row_tiles_kernel<kHeadDim>,
+        dim3(static_cast<unsigned>(row_tiles * params.num_kv_heads)),
+        wgmma ? WgmmaSize::kThreads : kThreads,
+        wgmma ? WgmmaSize::kSharedBytes : Size::kSharedBytes, stream, params);
   }
   const int64_t splits = std::max<int64_t>(
       1, (max_keys + kFineSplit * kTileKeys - 1) / (kFineSplit * kTileKeys));  // or fewer
-  const int64_t blocks =
-      std::max<int64_t>(std::min<int64_t>(SplitSize::kBlocksPerSm * num_multiprocessors(),
-                                          queries * splits * params.head_units),
-                        (params.head_units + SplitSize::kWarps - 1) / SplitSize::kWarps);
-  params.split_warps = static_cast<int>(blocks) * SplitSize::kWarps;
-  launch_early(op,
-               params.group <= kBlockRows / 2 ? attend_splits_kernel<kHeadDim, 1>
-                                              : attend_splits_kernel<kHeadDim, 2>,
-               grid(blocks), SplitSize::kWarps * 32, SplitSize::kSharedBytes, stream, params);
-  if (splits == 1) return;
-  const int threads = std::min(params.group, kBlockRows) * kHeadDim / 4;
-  launch_early(op, merge_splits_kernel<kHeadDim>,
-               dim3(static_cast<unsigned>(queries), static_cast<unsigned>(params.head_units)),
-               std::min(threads, kMergeThreads), 0, stream, params);
+  const int64_t blocks = queries * splits * params.head_units;
+  // Three slots of head_dim 128 do not fit an SM with 100 KiB of shared memory.
+  constexpr int kRing = kHeadDim == 64 ? 4 : 3, kSmallRing = kHeadDim == 64 ? 4 : 2;
+  const bool fits = max_shared_bytes() >= SplitSizes<kHeadDim, kRing>::kSharedBytes + 4096;
+  const auto launch =
+      params.group > kBlockRows / 2
+          ? (fits ? launch_splits<kHeadDim, 2, kRing> : launch_splits<kHeadDim, 2, kSmallRing>)
+          : (fits ? launch_splits<kHeadDim, 1, kRing> : launch_splits<kHeadDim, 1, kSmallRing>);
+  launch(params, blocks, stream);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -1244,13 +1714,14 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   params.block_tables = block_tables.ptr<int32_t>();
   params.cu_seqlens_q = cu_seqlens_q.ptr<int32_t>();
   params.seq_lens = seq_lens.ptr<int32_t>();
-  const int64_t list_bytes =
-      (static_cast<int64_t>(sizeof(MergeList) + num_seqs * sizeof(MergeItem)) + 255) / 256 * 256;
-  const int64_t part_bytes = static_cast<int64_t>(Workspace::kScratchBytes) - list_bytes;
-  if (part_bytes < 0) refuse("too many sequences for the workspace: " + std::to_string(num_seqs));
-  params.merge_list = static_cast<MergeList*>(memory.scratch);
+  const int64_t head_units = num_kv_heads * ((group + kBlockRows - 1) / kBlockRows);
+  const int64_t list_bytes = (num_tokens * head_units * 4 + 255) / 256 * 256;
+  const int64_t part_bytes =
+      std::max<int64_t>(0, static_cast<int64_t>(Workspace::kScratchBytes) - list_bytes);
+  params.first_splits = static_cast<int32_t*>(memory.scratch);
   params.parts = reinterpret_cast<float*>(static_cast<char*>(memory.scratch) + list_bytes);
   params.counters = memory.counters;
+  params.max_counters = static_cast<int>(Workspace::kNumCounters);
   params.out_stride = out.strides[0];
   params.q_stride = q.strides[0];
   params.table_stride = block_tables.strides[0];
@@ -1261,7 +1732,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   params.window = sliding_window;
   params.part_floats = static_cast<int>(part_floats);
   params.max_slots = static_cast<int>(part_bytes / (4 * part_floats));
-  params.head_units = static_cast<int>(num_kv_heads * ((group + kBlockRows - 1) / kBlockRows));
+  params.head_units = static_cast<int>(head_units);
   params.only_splits = num_tokens <= num_seqs;
   params.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
   const int64_t max_keys = block_tables.shape[1] * block_size;

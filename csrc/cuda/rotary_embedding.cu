@@ -6,10 +6,13 @@
 // q [T,num_heads,D], k, v [T,num_kv_heads,D] bf16; k_cache, v_cache [num_blocks,block_size,
 // num_kv_heads,D]; cos_sin [max_model_len,D] f32; positions, slot_mapping [T] i32.
 //
-// One block per token. Its threads go over the pairs of vectors of all heads (q's, then k's), then
-// over the vectors of v. Products are rounded one by one, not fused: the same bits as the
-// reference.
-#include "device.h"
+// One block per token. Its threads go over the pairs of vectors of all heads: q's, k's, then v's.
+// A thread keeps its place in the head, so it reads cos and sin once, while the kernel before may
+// still run. Products are rounded one by one, not fused: the same bits as the reference.
+#include <algorithm>
+
+#include "async_copy.cuh"
+#include "launch.cuh"
 #include "ops.h"
 #include "vec.cuh"
 
@@ -31,37 +34,58 @@ struct Params {
 };
 
 template <int kVec>
-__global__ void rotary_embedding_store_kv_kernel(const Params p) {
+__global__ void rotary_embedding_store_kv_kernel(const __grid_constant__ Params p) {
   const int64_t t = blockIdx.x;
+  const int half = p.head_dim / 2, vecs = half / kVec, i = threadIdx.x % vecs * kVec;
   const int64_t position = p.positions[t], slot = p.slot_mapping[t];
+  const bool is_known = position >= 0 && position < p.max_model_len;
   const bool stores = slot >= 0 && slot < p.num_slots;
-  if (position < 0 || position >= p.max_model_len) return;
-  const int half = p.head_dim / 2, vecs = half / kVec;
-  const int64_t kv_size = static_cast<int64_t>(p.num_kv_heads) * p.head_dim;
-  const float* cos = p.cos_sin + position * p.head_dim;
+  float cos[kVec], sin[kVec];
+  if (is_known) {
+    const float* row = p.cos_sin + position * p.head_dim;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      cos[j] = row[i + j];
+      sin[j] = row[half + i + j];
+    }
+  }
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  if (!is_known) return;
 
-  for (int pair = threadIdx.x; pair < (p.num_heads + p.num_kv_heads) * vecs; pair += blockDim.x) {
-    const int head = pair / vecs, i = pair % vecs * kVec;
-    const bool is_q = head < p.num_heads;
-    const int64_t at = static_cast<int64_t>(is_q ? head : head - p.num_heads) * p.head_dim + i;
-    __nv_bfloat16* x = is_q ? p.q + t * p.q_stride + at : p.k + t * p.k_stride + at;
+  const int heads_at_once = blockDim.x / vecs;
+  for (int head = threadIdx.x / vecs; head < p.num_heads + 2 * p.num_kv_heads;
+       head += heads_at_once) {
+    const bool is_q = head < p.num_heads, is_v = head >= p.num_heads + p.num_kv_heads;
+    const int64_t at = static_cast<int64_t>(is_q   ? head
+                                            : is_v ? head - p.num_heads - p.num_kv_heads
+                                                   : head - p.num_heads) *
+                           p.head_dim +
+                       i;
+    const __nv_bfloat16* x = is_q   ? p.q + t * p.q_stride + at
+                             : is_v ? p.v + t * p.v_stride + at
+                                    : p.k + t * p.k_stride + at;
     float x1[kVec], x2[kVec];
     load(x1, x);
     load(x2, x + half);
+    if (!is_v) {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float c = cos[i + j], s = cos[half + i + j], first = x1[j];
-      x1[j] = __fsub_rn(__fmul_rn(first, c), __fmul_rn(x2[j], s));
-      x2[j] = __fadd_rn(__fmul_rn(x2[j], c), __fmul_rn(first, s));
+      for (int j = 0; j < kVec; ++j) {
+        const float first = x1[j];
+        x1[j] = __fsub_rn(__fmul_rn(first, cos[j]), __fmul_rn(x2[j], sin[j]));
+        x2[j] = __fadd_rn(__fmul_rn(x2[j], cos[j]), __fmul_rn(first, sin[j]));
+      }
+      __nv_bfloat16* rotated = is_q ? p.q + t * p.q_stride + at : p.k + t * p.k_stride + at;
+      store(rotated, x1);
+      store(rotated + half, x2);
     }
-    store(x, x1);
-    store(x + half, x2);
     if (!is_q && stores) {
-      store(p.k_cache + slot * kv_size + at, x1);
-      store(p.k_cache + slot * kv_size + at + half, x2);
+      const int64_t kv_size = static_cast<int64_t>(p.num_kv_heads) * p.head_dim;
+      __nv_bfloat16* to = (is_v ? p.v_cache : p.k_cache) + slot * kv_size + at;
+      store(to, x1);
+      store(to + half, x2);
     }
   }
-  if (stores) copy_row<kVec>(p.v_cache + slot * kv_size, p.v + t * p.v_stride, kv_size);
 }
 
 }  // namespace
@@ -89,10 +113,11 @@ void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v
   const bool vec = vectorizable(params.head_dim / 2, {&q, &k, &v, &k_cache, &v_cache});
   const auto kernel =
       vec ? rotary_embedding_store_kv_kernel<8> : rotary_embedding_store_kv_kernel<1>;
-  const int64_t pairs =
-      static_cast<int64_t>(params.num_heads + params.num_kv_heads) * (params.head_dim / 2);
-  kernel<<<q.shape[0], threads_for(pairs, vec ? 8 : 1), 0, stream>>>(params);
-  check_launch("rotary_embedding_store_kv");
+  const int vecs = params.head_dim / 2 / (vec ? 8 : 1);
+  const int threads =
+      vecs * std::min(params.num_heads + 2 * params.num_kv_heads, std::max(1, 1024 / vecs));
+  launch_early("rotary_embedding_store_kv", kernel, dim3(static_cast<unsigned>(q.shape[0])),
+               threads, 0, stream, params);
 }
 
 }  // namespace tinyvllm::cuda

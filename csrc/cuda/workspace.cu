@@ -45,19 +45,29 @@ const Workspace& workspace() {
   const int device = current_device();
   const auto found = t_workspaces.of_device.find(device);
   if (found != t_workspaces.of_device.end()) return found->second;
-  constexpr size_t kCounterBytes = Workspace::kNumCounters * sizeof(uint32_t);
   Workspace made{};
-  check(cudaMalloc(&made.scratch, Workspace::kScratchBytes + kCounterBytes),
-        "could not allocate 65 MiB");
+  check(cudaMalloc(&made.scratch, Workspace::kBytes), "could not allocate 65 MiB");
   made.counters =
       reinterpret_cast<uint32_t*>(static_cast<char*>(made.scratch) + Workspace::kScratchBytes);
-  check(cudaMemset(made.counters, 0, kCounterBytes), "cudaMemset");
+  check(cudaMemset(made.counters, 0, Workspace::kBytes - Workspace::kScratchBytes), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return t_workspaces.of_device.emplace(device, made).first->second;
 }
 
+size_t release_workspace() {
+  const auto found = t_workspaces.of_device.find(current_device());
+  if (found == t_workspaces.of_device.end()) return 0;
+  check(cudaFree(found->second.scratch), "cudaFree");  // waits for the kernels that use it
+  t_workspaces.of_device.erase(found);
+  return Workspace::kBytes;
+}
+
 int num_multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
-bool can_launch_early() { return attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+int max_shared_bytes() { return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+int compute_capability_major() { return attribute(cudaDevAttrComputeCapabilityMajor); }
+
+bool can_launch_early() { return compute_capability_major() >= 9; }
 
 }  // namespace tinyvllm::cuda

@@ -135,6 +135,25 @@ def test_adjusted_logits_have_the_bits_of_the_reference(vocab_size: int, num_bia
     assert vocab_size < 1000 or not torch.equal(expected[slots >= 0], logits[slots >= 0])
 
 
+@pytest.mark.parametrize("token_id", [0, 31, 32, 63, 95, 199])
+@pytest.mark.usefixtures("isa")
+def test_one_token_of_many_is_found(token_id: int) -> None:
+    """Words of 32 tokens without any that was seen are passed over: no seen one may be."""
+    vocab_size = 200
+    logits = random_logits(2, vocab_size)
+    state = neutral_state(2, vocab_size)
+    state.penalties.copy_(torch.tensor([1.7, 0.5, 0.25]))
+    state.output_counts[0, token_id] = 1
+    in_prompt = torch.zeros(2, vocab_size, dtype=torch.bool)
+    in_prompt[1, token_id] = True
+    state.prompt_mask.copy_(pack_bits(in_prompt))
+    slots = torch.tensor([1, 0], dtype=torch.int32)
+    out = torch.zeros_like(logits)
+    native.adjust_logits(out, logits, slots, *state.tensors)
+    assert_bitwise_equal(out, expected_logits(logits, slots, state))
+    assert (out != logits).nonzero().tolist() == [[0, token_id], [1, token_id]]
+
+
 @pytest.mark.usefixtures("isa")
 def test_nan_stays_nan_where_it_is_allowed() -> None:
     vocab_size = 100
