@@ -1,25 +1,20 @@
-"""OpenAI's Responses over WebSocket, without I/O: client events parsed, server events built.
+"""OpenAI's Responses over WebSocket, without I/O: one text frame in, one event out.
 
-`parse_event` turns one text frame into a `CreateEvent` or a `CancelEvent`, or raises a
-`ProtocolError` that knows its own error event. `ResponseEvents` builds the events of one response,
-numbered without gaps, in the order that strict clients expect:
+`parse_event` turns a frame into a `CreateEvent`, `CancelEvent`, `ResumeEvent` or `StatsEvent`, or
+raises a `ProtocolError` that knows its own error event. What the server says is in `events.py`.
 
-    created, in_progress
-    output_item.added, content_part.added      with the first text
-    output_text.delta ...
-    output_text.done, content_part.done, output_item.done
-    completed | incomplete | failed            exactly one, always the last
+    response.create   fields of POST /v1/responses, `stream_id`, `generate`; ours: `tinyvllm`
+    response.cancel   {response_id} or {stream_id}; ours, shaped as in OpenAI's Realtime API
+    response.resume   {response_id, starting_after, stream_id}; ours: go on, or watch as well
+    tinyvllm.stats    {interval_ms}; ours: be told a few times a second what the engine does
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import json
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final
 
 from tinyvllm import (
     ContextLengthError,
@@ -29,42 +24,22 @@ from tinyvllm import (
     SamplingParams,
     TokenizerError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-
-def json_loads(text: str) -> Any:
-    """The standard library's parser, as strict as orjson. Raises ValueError or RecursionError."""
-    value = json.loads(text, parse_constant=_no_constant)
-    # A lone surrogate ("\\ud800") has no UTF-8 form, and no tokenizer takes it.
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def json_dumps(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-loads: Callable[[str], Any] = json_loads
-dumps: Callable[[object], bytes] = json_dumps
-if importlib.util.find_spec("orjson") is not None:
-    orjson: Any = importlib.import_module("orjson")  # optional, so untyped: lint may not have it
-    loads, dumps = orjson.loads, orjson.dumps
+from tinyvllm.gateway import json_text
 
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_MESSAGE = 500
 """Characters of an error message: it may quote what the client sent."""
 _MAX_ITEMS = 2048
 """Messages of an input, and parts of a message."""
-_MAX_LIST = 64
+_MAX_LIST = 1024
 """Entries of a list under `tinyvllm` (stop strings, token ids)."""
-
-_KNOWN_EVENTS_NOT_YET = frozenset({"response.resume", "response.steer", "tinyvllm.stats"})
+_MAX_TOOLS = 128
+_MAX_DEPTH = 64
+"""Objects and lists within each other."""
+_MAX_NODES = 50_000
+"""Values of one event, in all its lists and objects."""
+_STATS_INTERVAL = (0.1, 10.0)
 
 # Fields of OpenAI's response.create that change nothing here, whatever their value: hints, labels,
 # and what WebSocket mode makes implicit.
@@ -93,14 +68,11 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
-    "generate": (None, True),
     "image": (None,),
     "moderation": (None,),
     "multi_agent": (None,),
-    "previous_response_id": (None,),
     "prompt": (None,),
     "tool_choice": (None, "auto", "none"),
-    "tools": (None, []),
     "truncation": (None, "disabled"),
 }
 _OWN = frozenset(
@@ -110,12 +82,15 @@ _OWN = frozenset(
         "model",
         "input",
         "instructions",
+        "previous_response_id",
+        "generate",
         "temperature",
         "top_p",
         "max_output_tokens",
         "top_logprobs",
         "metadata",
         "text",
+        "tools",
         "tinyvllm",
     }
 )
@@ -126,9 +101,15 @@ _OPENAI_NAMES: Final = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
 }
-_ENGINE_PARAMS = frozenset(
-    f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OPENAI_NAMES
+# SamplingParams with no place in a stream of one answer.
+_NOT_SERVED = frozenset({"n", "prompt_logprobs"})
+_ENGINE_PARAMS = (
+    frozenset(f.name for f in dataclasses.fields(SamplingParams))
+    - frozenset(_OPENAI_NAMES)
+    - _NOT_SERVED
 )
+# What `tinyvllm` holds beside the engine's sampling parameters.
+_REQUEST_PARAMS = ("priority", "resume_seconds", "timeout")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -155,36 +136,58 @@ class ProtocolError(Exception):
         self.param = param
         self.stream_id = stream_id
 
+    def body(self) -> dict[str, Any]:
+        """The error object, as in OpenAI's HTTP API."""
+        return {
+            "type": _error_type(self.status),
+            "code": self.code,
+            "message": self.message,
+            "param": self.param,
+        }
+
     def event(self) -> bytes:
         """The `error` event: no response came of the client's event."""
-        body: dict[str, Any] = {
-            "type": "error",
-            "status": self.status,
-            "error": {
-                "type": _error_type(self.status),
-                "code": self.code,
-                "message": self.message,
-                "param": self.param,
-            },
-        }
+        event: dict[str, Any] = {"type": "error", "status": self.status, "error": self.body()}
         if self.stream_id is not None:
-            body["stream_id"] = self.stream_id
-        return dumps(body)
+            event["stream_id"] = self.stream_id
+        return json_text.dumps(event)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreateEvent:
     """A valid response.create."""
 
     stream_id: str | None
-    messages: tuple[dict[str, str], ...]
-    """Chat messages, `role` and `content`, instructions first."""
+    messages: tuple[dict[str, Any], ...]
+    """The input alone, as chat messages for the engine."""
+    instructions: str | None
+    previous_response_id: str | None
+    generate: bool
+    """False: only put the conversation into the prefix cache."""
     sampling: dict[str, Any]
     """Keyword arguments for `engine.chat`: what the client chose, in SamplingParams' names."""
     priority: int
-    instructions: str | None
+    timeout: float | None
+    """Seconds until the engine gives up on it."""
+    resume_seconds: float | None
+    """How long it outlives its last socket; None: as the gateway is set."""
+    tools: tuple[dict[str, Any], ...]
+    """As they came: OpenAI's function tools."""
+    tool_choice: str
+    text_format: dict[str, Any]
     metadata: dict[str, str]
     top_logprobs: int | None
+
+    def prompt(self, history: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
+        """The messages for the engine: instructions, the conversation before, this input."""
+        messages = [*history, *self.messages]
+        if not self.instructions:
+            return messages
+        content = self.instructions
+        # Templates take one system message, the first.
+        if messages and messages[0]["role"] == "system":
+            content = f"{content}\n\n{messages.pop(0)['content']}"
+        return [{"role": "system", "content": content}, *messages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,23 +198,26 @@ class CancelEvent:
     stream_id: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a response ended. `reason` is for incomplete, `code` and `message` for failed."""
+@dataclass(frozen=True, slots=True)
+class ResumeEvent:
+    """response.resume: every event after number `starting_after`, then live."""
 
-    status: Literal["completed", "incomplete", "failed"]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    reason: Literal["max_output_tokens", "cancelled"] | None = None
-    code: str | None = None
-    message: str | None = None
+    response_id: str
+    starting_after: int
+    stream_id: str | None
 
 
-# Parsing
+@dataclass(frozen=True, slots=True)
+class StatsEvent:
+    """tinyvllm.stats: a snapshot every `interval` seconds; 0 ends it."""
+
+    interval: float
 
 
-def parse_event(message: str | bytes, *, model: str) -> CreateEvent | CancelEvent:
+ClientEvent = CreateEvent | CancelEvent | ResumeEvent | StatsEvent
+
+
+def parse_event(message: str | bytes, *, model: str) -> ClientEvent:
     """One WebSocket message as an event. `model` is the name that is served.
 
     Raises `ProtocolError` for anything else, never another exception.
@@ -219,7 +225,7 @@ def parse_event(message: str | bytes, *, model: str) -> CreateEvent | CancelEven
     if not isinstance(message, str):
         raise ProtocolError("events are JSON in text frames; this was a binary frame")
     try:
-        event = loads(message)
+        event = json_text.loads(message)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError(f"the event is not valid JSON: {exc}") from None
     if not isinstance(event, dict):
@@ -234,26 +240,67 @@ def parse_event(message: str | bytes, *, model: str) -> CreateEvent | CancelEven
             param="stream_id",
         )
     try:
+        # Few brackets cannot nest deeply: most events are never walked.
+        if message.count("[") + message.count("{") > _MAX_DEPTH:
+            _check_size(event)
         kind = event.get("type")
         if kind == "response.create":
             return _parse_create(event, stream_id, model)
         if kind == "response.cancel":
-            return _parse_cancel(event, stream_id)
-        if isinstance(kind, str) and kind in _KNOWN_EVENTS_NOT_YET:
+            return CancelEvent(_optional_str(event, "response_id"), stream_id)
+        if kind == "response.resume":
+            return _parse_resume(event, stream_id)
+        if kind == "tinyvllm.stats":
+            return _parse_stats(event)
+        if kind == "response.steer":
             raise ProtocolError(f"{kind} is not supported yet", param="type")
         raise ProtocolError(
-            f"type must be response.create or response.cancel; got {_show(kind)}", param="type"
+            "type must be response.create, response.cancel, response.resume or tinyvllm.stats; "
+            f"got {_show(kind)}",
+            param="type",
         )
     except ProtocolError as error:
         error.stream_id = stream_id
         raise
 
 
-def _parse_cancel(event: dict[str, Any], stream_id: str | None) -> CancelEvent:
-    response_id = event.get("response_id")
-    if response_id is not None and not isinstance(response_id, str):
-        raise _fail("response_id", "a string", response_id)
-    return CancelEvent(response_id=response_id, stream_id=stream_id)
+def _check_size(event: dict[str, Any]) -> None:
+    level: list[Any] = [event]
+    num_nodes = 0
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        num_nodes += len(inner)
+        if num_nodes > _MAX_NODES:
+            raise ProtocolError(f"an event has at most {_MAX_NODES} values")
+        if not inner:
+            return
+        level = inner
+    raise ProtocolError(f"an event nests at most {_MAX_DEPTH} deep")
+
+
+def _parse_resume(event: dict[str, Any], stream_id: str | None) -> ResumeEvent:
+    response_id = _optional_str(event, "response_id")
+    if response_id is None:
+        raise _fail("response_id", "the id of a response", None)
+    starting_after = event.get("starting_after")
+    if starting_after is None:
+        starting_after = -1
+    if not _is_int(starting_after) or not -1 <= starting_after < 2**63:
+        raise _fail("starting_after", "a sequence number, or -1", starting_after)
+    return ResumeEvent(response_id, starting_after, stream_id)
+
+
+def _parse_stats(event: dict[str, Any]) -> StatsEvent:
+    value = event.get("interval_ms", 250)
+    low, high = _STATS_INTERVAL
+    if not _is_number(value) or not (value == 0 or low <= value / 1000 <= high):
+        raise _fail("interval_ms", f"0 or from {low * 1000:g} to {high * 1000:g}", value)
+    return StatsEvent(value / 1000)
 
 
 def _parse_create(event: dict[str, Any], stream_id: str | None, model: str) -> CreateEvent:
@@ -267,7 +314,7 @@ def _parse_create(event: dict[str, Any], stream_id: str | None, model: str) -> C
                 )
         elif name in _OPENAI_NAMES:
             raise ProtocolError(f"unknown field {name!r}: use {_OPENAI_NAMES[name]}", param=name)
-        elif name in _ENGINE_PARAMS or name == "priority":
+        elif name in _ENGINE_PARAMS or name in _REQUEST_PARAMS:
             raise ProtocolError(
                 f"{name} is an engine parameter: send it as tinyvllm: {{{name}: ...}}", param=name
             )
@@ -281,79 +328,111 @@ def _parse_create(event: dict[str, Any], stream_id: str | None, model: str) -> C
             status=404,
             param="model",
         )
-    _check_text_format(event.get("text"))
-    instructions = event.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise _fail("instructions", "a string", instructions)
-    messages = _parse_input(event.get("input"))
-    if instructions:
-        if messages and messages[0]["role"] == "system":
-            first = messages.pop(0)["content"]
-            instructions_and_system = f"{instructions}\n\n{first}"
-        else:
-            instructions_and_system = instructions
-        messages.insert(0, {"role": "system", "content": instructions_and_system})
-    sampling, priority = _parse_sampling(event)
+    generate = event.get("generate")
+    if generate is not None and not isinstance(generate, bool):
+        raise _fail("generate", "true or false", generate)
+    previous = _optional_str(event, "previous_response_id")
+    extra = event.get("tinyvllm")
+    if extra is None:
+        extra = {}
+    if not isinstance(extra, dict):
+        raise _fail("tinyvllm", "an object of engine parameters", extra)
+    text_format, constraint = _parse_text_format(event.get("text"))
+    sampling = _parse_sampling(event, extra, constraint)
     return CreateEvent(
         stream_id=stream_id,
-        messages=tuple(messages),
+        messages=tuple(_parse_input(event.get("input"), may_be_empty=previous is not None)),
+        instructions=_optional_str(event, "instructions"),
+        previous_response_id=previous,
+        generate=generate is not False,
         sampling=sampling,
-        priority=priority,
-        instructions=instructions,
+        priority=_parse_priority(extra.get("priority", 0)),
+        timeout=_parse_seconds(extra, "timeout"),
+        resume_seconds=_parse_seconds(extra, "resume_seconds"),
+        tools=_parse_tools(event.get("tools")),
+        tool_choice=event.get("tool_choice") or "auto",
+        text_format=text_format,
         metadata=_parse_metadata(event.get("metadata")),
         top_logprobs=sampling.get("logprobs"),
     )
 
 
-def _parse_sampling(event: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _parse_priority(value: object) -> int:
+    if not _is_int(value) or abs(value) > 2**31:  # type: ignore[arg-type]
+        raise _fail("tinyvllm.priority", "an integer within 32 bits", value)
+    assert isinstance(value, int)
+    return value
+
+
+def _parse_seconds(extra: dict[str, Any], name: str) -> float | None:
+    value = extra.get(name)
+    if value is None:
+        return None
+    if not _is_number(value) or not 0 <= value <= 86400:
+        raise _fail(f"tinyvllm.{name}", "seconds, from 0 to 86400", value)
+    return float(value)
+
+
+def _parse_sampling(
+    event: dict[str, Any], extra: dict[str, Any], constraint: dict[str, Any] | None
+) -> dict[str, Any]:
     """The client's sampling parameters, checked as far as that is possible without the model."""
     sampling: dict[str, Any] = {}
     for name, openai_name in _OPENAI_NAMES.items():
         value = event.get(openai_name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or _is_huge(value):
+        if not _is_number(value) or _is_huge(value):
             raise _fail(openai_name, "a number", value)
         sampling[name] = value
     include = event.get("include")
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         sampling.setdefault("logprobs", 0)
-    extra = event.get("tinyvllm")
-    if extra is None:
-        extra = {}
-    if not isinstance(extra, dict):
-        raise _fail("tinyvllm", "an object of engine parameters", extra)
-    priority = extra.get("priority", 0)
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 2**31:
-        raise _fail("tinyvllm.priority", "an integer within 32 bits", priority)
     for name, value in extra.items():
-        param = f"tinyvllm.{_clip(name)}"
-        if name == "priority":
+        if name in _REQUEST_PARAMS:
             continue
+        param = f"tinyvllm.{_clip(name)}"
         if name in _OPENAI_NAMES:
             raise ProtocolError(
                 f"{name} goes at the top of the event, as {_OPENAI_NAMES[name]}", param=param
             )
+        if name in _NOT_SERVED:
+            raise ProtocolError(f"{name} is not supported in a response", param=param)
         if name not in _ENGINE_PARAMS:
             raise ProtocolError(
-                f"unknown engine parameter {_show(name)}; there are priority, "
-                f"{', '.join(sorted(_ENGINE_PARAMS))}",
+                f"unknown engine parameter {_show(name)}; there are "
+                f"{', '.join(sorted([*_REQUEST_PARAMS, *_ENGINE_PARAMS]))}",
                 param=param,
             )
-        if isinstance(value, dict) and value:
-            raise ProtocolError(f"{name} is not supported yet as an object", param=param)
-        if isinstance(value, list) and (
-            len(value) > _MAX_LIST or any(isinstance(entry, list | dict) for entry in value)
-        ):
-            raise _fail(param, f"a flat list of at most {_MAX_LIST} entries", value)
-        if _is_huge(value):
-            raise _fail(param, "a number within 64 bits", value)
-        sampling[name] = value
+        sampling[name] = _engine_value(param, name, value)
+    if constraint is not None:
+        # Also where this engine has no such parameter: then it says so, in SamplingParams' words.
+        sampling["json_schema"] = constraint
     try:
-        SamplingParams(**sampling)
+        SamplingParams.resolve(None, sampling)
     except InvalidParameterError as exc:
-        raise error_of(exc) from None
-    return sampling, priority
+        error = error_of(exc)
+        if constraint is not None and exc.param == "json_schema":
+            error.param = "text.format"
+        raise error from None
+    return sampling
+
+
+def _engine_value(param: str, name: str, value: Any) -> Any:
+    """A value under `tinyvllm` for SamplingParams, which checks it further."""
+    if name == "logit_bias" and isinstance(value, dict):
+        # JSON has no integer keys.
+        try:
+            return {int(key): bias for key, bias in value.items()}
+        except ValueError:
+            raise _fail(param, "an object of token id: bias", value) from None
+    if isinstance(value, list) and (
+        len(value) > _MAX_LIST or any(isinstance(entry, list | dict) for entry in value)
+    ):
+        raise _fail(param, f"a flat list of at most {_MAX_LIST} entries", value)
+    if _is_huge(value):
+        raise _fail(param, "a number within 64 bits", value)
+    return value
 
 
 def _parse_metadata(value: object) -> dict[str, str]:
@@ -373,51 +452,129 @@ def _parse_metadata(value: object) -> dict[str, str]:
     return value
 
 
-def _check_text_format(text: object) -> None:
+def _parse_text_format(text: object) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """`text.format` to echo, and the JSON schema that it asks for."""
+    plain: dict[str, Any] = {"type": "text"}
     if text is None:
-        return
+        return plain, None
     if not isinstance(text, dict):
         raise _fail("text", "an object", text)
-    kind = text.get("format")
-    if kind is None:
-        return
-    if not isinstance(kind, dict) or not isinstance(kind.get("type"), str):
-        raise _fail("text.format", "an object with a type", kind)
-    if kind["type"] != "text":
-        raise ProtocolError(
-            f"text.format.type {_show(kind['type'])} is not supported yet", param="text.format"
-        )
+    wanted = text.get("format")
+    if wanted is None:
+        return plain, None
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if not isinstance(wanted, dict) or not isinstance(kind, str):
+        raise _fail("text.format", "an object with a type", wanted)
+    if kind == "text":
+        return plain, None
+    if kind == "json_object":
+        return wanted, {"type": "object"}
+    if kind == "json_schema":
+        schema = wanted.get("schema")
+        if not isinstance(schema, dict):
+            raise _fail("text.format.schema", "a JSON schema object", schema)
+        return wanted, schema
+    raise ProtocolError(f"text.format.type {_show(kind)} is not supported yet", param="text.format")
 
 
-def _parse_input(value: object) -> list[dict[str, str]]:
+def _parse_tools(value: object) -> tuple[dict[str, Any], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > _MAX_TOOLS:
+        raise _fail("tools", f"a list of at most {_MAX_TOOLS} tools", value)
+    for index, tool in enumerate(value):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict):
+            raise _fail(where, "a tool object", tool)
+        if tool.get("type") != "function":
+            raise ProtocolError(
+                f"{where}: a tool of type {_show(tool.get('type'))} is not supported yet; "
+                "only function is",
+                param=f"{where}.type",
+            )
+        name = tool.get("name")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise _fail(f"{where}.name", "1 to 64 of [A-Za-z0-9_-]", name)
+        if not isinstance(tool.get("description"), str | None):
+            raise _fail(f"{where}.description", "a string", tool["description"])
+        if not isinstance(tool.get("parameters"), dict | None):
+            raise _fail(f"{where}.parameters", "a JSON schema object", tool["parameters"])
+    return tuple(value)
+
+
+def _parse_input(value: object, *, may_be_empty: bool) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
+    if may_be_empty and (value is None or value == []):
+        return []
     if not isinstance(value, list) or not value:
         raise _fail("input", "a string or a non-empty list of messages", value)
     if len(value) > _MAX_ITEMS:
         raise _fail("input", f"a list of at most {_MAX_ITEMS} messages", value)
-    return [_parse_message(item, f"input[{index}]") for index, item in enumerate(value)]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(value):
+        message = _parse_item(item, f"input[{index}]")
+        last = messages[-1] if messages else {}
+        if message is None:
+            continue
+        if "tool_calls" in message and "tool_calls" in last:
+            # Calls made at once are one message of the assistant.
+            last["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+    return messages
 
 
-def _parse_message(item: object, where: str) -> dict[str, str]:
+def _parse_item(item: object, where: str) -> dict[str, Any] | None:
+    """One input item as a chat message; None for one that says nothing to the model."""
     if not isinstance(item, dict):
         raise _fail(where, "a message object", item)
     kind = item.get("type", "message")
-    if kind != "message":
-        if not isinstance(kind, str):
-            raise _fail(f"{where}.type", '"message"', kind)
-        raise ProtocolError(f"input item {_show(kind)} is not supported yet", param=f"{where}.type")
+    if kind == "message":
+        return _parse_message(item, where)
+    if kind == "reasoning":
+        return None
+    if kind == "function_call":
+        arguments = _item_str(item, "arguments", where)
+        try:
+            parsed = json_text.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise _fail(f"{where}.arguments", "a JSON object as a string", arguments)
+        return tool_call_message(
+            _item_str(item, "call_id", where), _item_str(item, "name", where), parsed
+        )
+    if kind == "function_call_output":
+        call_id = _item_str(item, "call_id", where)
+        content = _parse_content(item.get("output"), f"{where}.output")
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+    if not isinstance(kind, str):
+        raise _fail(f"{where}.type", '"message"', kind)
+    raise ProtocolError(f"input item {_show(kind)} is not supported yet", param=f"{where}.type")
+
+
+def tool_call_message(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call that the assistant made, as chat templates want it."""
+    function = {"name": name, "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _parse_message(item: dict[str, Any], where: str) -> dict[str, Any]:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise _fail(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-    content = item.get("content")
+    content = _parse_content(item.get("content"), f"{where}.content")
+    return {"role": _ROLES[role], "content": content}
+
+
+def _parse_content(content: object, where: str) -> str:
     if isinstance(content, str):
-        return {"role": _ROLES[role], "content": content}
+        return content
     if not isinstance(content, list) or len(content) > _MAX_ITEMS:
-        want = f"a string or a list of at most {_MAX_ITEMS} parts"
-        raise _fail(f"{where}.content", want, content)
-    parts = [_parse_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-    return {"role": _ROLES[role], "content": "".join(parts)}
+        raise _fail(where, f"a string or a list of at most {_MAX_ITEMS} parts", content)
+    return "".join(_parse_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _parse_part(part: object, where: str) -> str:
@@ -441,6 +598,8 @@ def error_of(exc: Exception, *, stream_id: str | None = None) -> ProtocolError:
 
     Messages of tinyvllm's own errors are made for users; anything else stays in the server's log.
     """
+    if isinstance(exc, ProtocolError):
+        return exc
     if isinstance(exc, ContextLengthError):
         return ProtocolError(
             str(exc), code="context_length_exceeded", param="input", stream_id=stream_id
@@ -449,6 +608,7 @@ def error_of(exc: Exception, *, stream_id: str | None = None) -> ProtocolError:
         name = exc.param
         if name is not None:
             name = _OPENAI_NAMES.get(name, f"tinyvllm.{name}" if name in _ENGINE_PARAMS else name)
+            name = "input" if name in ("messages", "prompt") else name
         return ProtocolError(str(exc), param=name, stream_id=stream_id)
     if isinstance(exc, TokenizerError):
         return ProtocolError(str(exc), param="input", stream_id=stream_id)
@@ -460,18 +620,44 @@ def error_of(exc: Exception, *, stream_id: str | None = None) -> ProtocolError:
             stream_id=stream_id,
         )
     if isinstance(exc, EngineClosedError):
-        return ProtocolError(
-            "the server is shutting down",
-            code="server_shutting_down",
-            status=503,
-            stream_id=stream_id,
-        )
+        return shutting_down(stream_id)
     return ProtocolError(
         "the engine failed; the server's log says why",
         code="server_error",
         status=500,
         stream_id=stream_id,
     )
+
+
+def shutting_down(stream_id: str | None = None) -> ProtocolError:
+    return ProtocolError(
+        "the server is shutting down",
+        code="server_shutting_down",
+        status=503,
+        stream_id=stream_id,
+    )
+
+
+def _optional_str(event: dict[str, Any], name: str) -> str | None:
+    value = event.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _fail(name, "a string", value)
+    return value
+
+
+def _item_str(item: dict[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise _fail(f"{where}.{name}", "a string", value)
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_huge(value: object) -> bool:
@@ -501,180 +687,3 @@ def _show(value: object) -> str:
 
 def _clip(text: str, limit: int = _MAX_MESSAGE) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-# Building
-
-
-@dataclass(slots=True, kw_only=True)
-class ResponseEvents:
-    """Builds the events of one response, each a JSON text frame as UTF-8 bytes.
-
-    Call `created` once, `delta` any number of times, `finished` once. The concatenated deltas are
-    the text of `output_text.done`.
-    """
-
-    response_id: str
-    request: CreateEvent
-    model: str
-    created_at: int
-    """Unix time, seconds."""
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """The model's own sampling parameters, echoed where the request chose none."""
-    _sequence_number: int = field(default=0, init=False)
-    _item_id: str = field(default="", init=False)
-    _text: list[str] = field(default_factory=list, init=False)
-    _logprobs: list[dict[str, Any]] = field(default_factory=list, init=False)
-    _delta_prefix: bytes = field(default=b"", init=False)
-    _suffix: bytes = field(default=b"}", init=False)
-
-    def __post_init__(self) -> None:
-        self._item_id = "msg_" + self.response_id.removeprefix("resp_")
-        if self.request.stream_id is not None:
-            self._suffix = b',"stream_id":' + dumps(self.request.stream_id) + b"}"
-        # The one event that is built per token: everything but text and number is constant.
-        constant = {"type": "response.output_text.delta", **self._position()}
-        self._delta_prefix = dumps(constant)[:-1] + b',"delta":'
-
-    def created(self) -> list[bytes]:
-        """The request was accepted."""
-        response = self._response("in_progress")
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
-
-    def delta(self, text: str, logprobs: list[dict[str, Any]] | None = None) -> list[bytes]:
-        """More text; `logprobs` has one entry per token of it when the request asked for them."""
-        encoded = dumps(text)
-        frames = [] if self._text else self._open_item()
-        self._text.append(text)
-        if logprobs:
-            self._logprobs.extend(logprobs)
-        frames.append(
-            b'%b%b,"logprobs":%b,"sequence_number":%d%b'
-            % (
-                self._delta_prefix,
-                encoded,
-                dumps(logprobs) if logprobs else b"[]",
-                self._next(),
-                self._suffix,
-            )
-        )
-        return frames
-
-    def finished(self, outcome: Outcome) -> list[bytes]:
-        """The end: closes the item, if there is one, and gives the terminal event.
-
-        A completed response always has an item, even with no text. One that was cancelled or
-        failed before its first text has none.
-        """
-        frames: list[bytes] = []
-        output: list[dict[str, Any]] = []
-        if outcome.status == "completed" and not self._text:
-            frames += self._open_item()
-            self._text.append("")
-        if self._text:
-            text = "".join(self._text)
-            part = self._part(text, self._logprobs)
-            status = "completed" if outcome.status == "completed" else "incomplete"
-            item = self._item(status, [part])
-            output.append(item)
-            frames += [
-                self._event(
-                    "response.output_text.done",
-                    **self._position(),
-                    text=text,
-                    logprobs=self._logprobs,
-                ),
-                self._event("response.content_part.done", **self._position(), part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-            ]
-        response = self._response(outcome.status, output=output, usage=_usage(outcome))
-        if outcome.status == "incomplete":
-            response["incomplete_details"] = {"reason": outcome.reason}
-        if outcome.status == "failed":
-            response["error"] = {"code": outcome.code, "message": outcome.message}
-        frames.append(self._event(f"response.{outcome.status}", response=response))
-        return frames
-
-    def _open_item(self) -> list[bytes]:
-        return [
-            self._event(
-                "response.output_item.added", output_index=0, item=self._item("in_progress", [])
-            ),
-            self._event("response.content_part.added", **self._position(), part=self._part("", [])),
-        ]
-
-    def _next(self) -> int:
-        number = self._sequence_number
-        self._sequence_number += 1
-        return number
-
-    def _event(self, kind: str, **fields: object) -> bytes:
-        body = dumps({"type": kind, **fields, "sequence_number": self._next()})
-        return body[:-1] + self._suffix
-
-    def _position(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _response(
-        self,
-        status: str,
-        *,
-        output: list[dict[str, Any]] | None = None,
-        usage: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        request = self.request
-        return {
-            "id": self.response_id,
-            "object": "response",
-            "created_at": self.created_at,
-            "status": status,
-            "model": self.model,
-            "output": output or [],
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "metadata": request.metadata,
-            "max_output_tokens": request.sampling.get("max_tokens"),
-            "parallel_tool_calls": True,
-            "temperature": self._chosen("temperature"),
-            "top_p": self._chosen("top_p"),
-            "top_logprobs": request.top_logprobs or 0,
-            "tool_choice": "auto",
-            "tools": [],
-            "previous_response_id": None,
-            "reasoning": None,
-            "text": {"format": {"type": "text"}},
-            "truncation": "disabled",
-            "store": False,
-            "background": False,
-            "usage": usage,
-        }
-
-    def _chosen(self, name: str) -> float:
-        value: float = self.request.sampling.get(name, self.defaults.get(name, 1.0))
-        return value
-
-
-def _usage(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "input_tokens": outcome.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": outcome.num_cached_tokens},
-        "output_tokens": outcome.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": outcome.num_prompt_tokens + outcome.num_output_tokens,
-    }

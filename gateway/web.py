@@ -1,4 +1,4 @@
-"""Plain HTTP beside the WebSocket: the chat page, /healthz, /v1/models; and who may connect.
+"""Plain HTTP beside the WebSocket: replies, the page's files, and which site may connect.
 
 No I/O after `load_assets`: a request line and headers in, a `Reply` out.
 """
@@ -9,26 +9,27 @@ import ipaddress
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import resources
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tinyvllm.gateway.protocol import dumps
+from tinyvllm.gateway import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from tinyvllm.gateway.protocol import ProtocolError
+
 RESPONSES_PATH = "/v1/responses"
 
 _JSON = "application/json"
-# The whole site: nothing else of the package can be asked for, so no path leads out of it.
-_ASSETS = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/theme.js": ("theme.js", "text/javascript; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/client.js": ("client.js", "text/javascript; charset=utf-8"),
-    "/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": _JSON,
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 # Trusted Types make the browser itself refuse innerHTML: a model's text can only become DOM nodes.
 _CONTENT_SECURITY_POLICY = (
@@ -43,6 +44,8 @@ _SAFETY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_REVALIDATE = {"Cache-Control": "no-cache"}
+_NO_STORE = {"Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +58,58 @@ class Reply:
 
 
 def load_assets() -> dict[str, Reply]:
-    """URL path -> reply, every file of the page, read once."""
+    """URL path -> reply, every file of static/ that has a known suffix, read once.
+
+    Nothing else of the package can be asked for, so no path leads out of it.
+    """
     root = resources.files("tinyvllm.gateway").joinpath("static")
-    return {
-        path: _reply(
-            HTTPStatus.OK, root.joinpath(name).read_bytes(), kind, {"Cache-Control": "no-cache"}
-        )
-        for path, (name, kind) in _ASSETS.items()
-    }
+    found: dict[str, Reply] = {}
+    for entry in root.iterdir():
+        kind = _KINDS.get(PurePosixPath(entry.name).suffix)
+        if kind is not None and entry.is_file():
+            path = "/" if entry.name == "index.html" else f"/{entry.name}"
+            found[path] = reply(HTTPStatus.OK, entry.read_bytes(), kind, _REVALIDATE)
+    return found
 
 
 def json_reply(
     status: HTTPStatus, value: object, headers: Mapping[str, str] | None = None
 ) -> Reply:
-    return _reply(status, dumps(value), _JSON, {"Cache-Control": "no-store", **(headers or {})})
+    return reply(status, json_text.dumps(value), _JSON, {**_NO_STORE, **(headers or {})})
+
+
+def text_reply(text: str, kind: str) -> Reply:
+    return reply(HTTPStatus.OK, text.encode(), kind, _NO_STORE)
+
+
+def empty_reply(headers: Mapping[str, str]) -> Reply:
+    return reply(HTTPStatus.NO_CONTENT, b"", _JSON, {**_NO_STORE, **headers})
 
 
 def error_reply(
-    status: HTTPStatus, message: str, headers: Mapping[str, str] | None = None
+    status: HTTPStatus,
+    message: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    code: str | None = None,
 ) -> Reply:
     """An error in the shape of OpenAI's HTTP API."""
-    error = {"type": "invalid_request_error", "code": None, "message": message, "param": None}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"type": kind, "code": code, "message": message, "param": None}
     return json_reply(status, {"error": error}, headers)
+
+
+def protocol_error_reply(error: ProtocolError) -> Reply:
+    return json_reply(HTTPStatus(error.status), {"error": error.body()})
+
+
+def unauthorized() -> Reply:
+    return error_reply(
+        HTTPStatus.UNAUTHORIZED,
+        "this server wants its token: Authorization: Bearer TOKEN",
+        {"WWW-Authenticate": "Bearer"},
+        code="unauthorized",
+    )
 
 
 def upgrade_required() -> Reply:
@@ -92,7 +125,7 @@ def body_refused() -> Reply:
     return error_reply(
         HTTPStatus.METHOD_NOT_ALLOWED,
         f"WebSocket only: ws://HOST{RESPONSES_PATH}; requests with a body are not served",
-        {"Allow": "GET, HEAD"},
+        {"Allow": "GET, HEAD, POST"},
     )
 
 
@@ -151,7 +184,7 @@ def _host_name(host: str | None) -> str | None:
         return None
 
 
-def _reply(
+def reply(
     status: HTTPStatus, body: bytes, kind: str, headers: Mapping[str, str] | None = None
 ) -> Reply:
     return Reply(

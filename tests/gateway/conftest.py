@@ -11,12 +11,14 @@ import pytest_asyncio
 from support.fake_engine import FakeEngine
 from websockets.asyncio.client import connect
 
-from tinyvllm.gateway.server import Gateway, Limits
+from tinyvllm.gateway.server import Gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from websockets.asyncio.client import ClientConnection
+
+    from tinyvllm.gateway.limits import Limits
 
 TERMINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 
@@ -40,12 +42,23 @@ class Client:
     async def recv(self) -> dict[str, Any]:
         async with asyncio.timeout(10):
             event: dict[str, Any] = json.loads(await self.socket.recv())
-        if event["type"] != "error":
-            lane = event.get("stream_id")
-            number = 0 if event["type"] == "response.created" else self._numbers[lane] + 1
-            assert event["sequence_number"] == number
-            self._numbers[lane] = number
+        if event["type"].startswith("response."):
+            self._check_number(event)
         return event
+
+    def _check_number(self, event: dict[str, Any]) -> None:
+        lane, number = event.get("stream_id"), event["sequence_number"]
+        first = event.get("first_sequence_number", number)
+        if event["type"] == "response.created":
+            assert number == 0
+        elif lane in self._numbers:  # else the first event of a resume
+            assert self._numbers[lane] + 1 == first <= number
+        self._numbers[lane] = number
+        if event["type"] in TERMINAL:
+            del self._numbers[lane]
+
+    async def resume(self, response_id: str, **fields: Any) -> None:
+        await self.send({"type": "response.resume", "response_id": response_id, **fields})
 
     async def until(self, kind: str | tuple[str, ...]) -> list[dict[str, Any]]:
         """Events up to and with the first of that type."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.fake_engine import Script
 
 from tinyvllm.gateway import web
 
@@ -79,13 +82,38 @@ async def test_nothing_else_is_there(running: Harness, path: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_health_follows_the_engine(running: Harness) -> None:
+async def test_every_file_of_the_page_is_there(running: Harness) -> None:
+    static = Path(web.__file__).parent / "static"
+    for path in static.iterdir():
+        name = "" if path.name == "index.html" else path.name
+        status, _, body = await get(running, f"/{name}")
+        assert (status, body) == (200, path.read_bytes())
+
+
+@pytest.mark.asyncio
+async def test_health_is_the_process_and_readiness_the_engine(running: Harness) -> None:
     status, _, body = await get(running, "/healthz")
     assert (status, json.loads(body)["alive"]) == (200, True)
+    status, _, body = await get(running, "/readyz")
+    assert (status, json.loads(body)["ready"]) == (200, True)
     await running.engine.aclose()
-    status, _, body = await get(running, "/healthz")
-    assert (status, json.loads(body)["alive"]) == (503, False)
+    assert (await get(running, "/healthz"))[0] == 200
+    status, _, body = await get(running, "/readyz")
+    assert (status, json.loads(body)["engine_alive"]) == (503, False)
     assert (await get(running, "/v1/models"))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_readiness_ends_with_draining(running: Harness) -> None:
+    client = await running.connect()
+    await client.create()
+    stream = await running.engine.next_stream()
+    draining = asyncio.create_task(running.gateway.drain(10))
+    assert (await client.until("tinyvllm.draining"))[-1]["seconds"] == 10
+    status, _, body = await get(running, "/readyz")
+    assert (status, json.loads(body)["draining"]) == (503, True)
+    stream.finish()
+    await draining
 
 
 @pytest.mark.asyncio
@@ -93,7 +121,63 @@ async def test_models(running: Harness) -> None:
     status, _, body = await get(running, "/v1/models")
     (model,) = json.loads(body)["data"]
     assert (status, model["id"], model["object"]) == (200, "fake-model", "model")
-    assert model["tinyvllm"] == {"max_model_len": 4096, "sampling_defaults": {"temperature": 0.6}}
+    assert model["tinyvllm"] == {
+        "max_model_len": 4096,
+        "sampling_defaults": {"temperature": 0.6},
+        "resume_seconds": 60.0,
+        "max_num_seqs": 64,
+        "block_size": 16,
+    }
+
+
+@pytest.mark.asyncio
+async def test_metrics_are_prometheus_text(running: Harness) -> None:
+    running.engine.script = Script(("a", "b"))
+    client = await running.connect()
+    await client.create()
+    await client.answer()
+    await client.send("{")
+    await client.recv()
+    status, headers, body = await get(running, "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    lines = body.decode().splitlines()
+    for line in (
+        'tinyvllm_gateway_responses_total{status="completed"} 1',
+        'tinyvllm_gateway_errors_total{code="invalid_parameter"} 1',
+        "tinyvllm_gateway_connections_total 1",
+        "tinyvllm_gateway_tokens_total 3",
+        "tinyvllm_gateway_responses 0",
+        "# TYPE tinyvllm_gateway_tokens_total counter",
+    ):
+        assert line in lines
+    sample = re.compile(r'[a-z_]+(\{[a-z]+="[a-z_]+"\})? [0-9.e+-]+')
+    assert all(line.startswith("# ") or sample.fullmatch(line) for line in lines)
+
+
+@pytest.mark.asyncio
+async def test_a_response_over_http(running: Harness) -> None:
+    client = await running.connect()
+    await client.create()
+    stream = await running.engine.next_stream()
+    stream.push("Hel")
+    response_id = (await client.until("response.output_text.delta"))[0]["response"]["id"]
+    status, _, body = await get(running, f"/v1/responses/{response_id}")
+    assert (status, json.loads(body)["status"]) == (200, "in_progress")
+    cancel = f"POST /v1/responses/{response_id}/cancel HTTP/1.1\nHost: x\nContent-Length: 0"
+    status, _, body = await http(running, cancel)
+    assert (status, json.loads(body)["id"]) == (200, response_id)
+    assert (await client.until("response.incomplete"))[-1]
+    assert stream.aborted.is_set()
+    status, _, body = await get(running, f"/v1/responses/{response_id}")
+    response = json.loads(body)
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "cancelled"},
+    )
+    status, _, body = await get(running, "/v1/responses/resp_00")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "response_not_found")
+    status, _, _ = await http(running, "POST /v1/models HTTP/1.1\nHost: x")
+    assert status == 405
 
 
 @pytest.mark.asyncio
@@ -108,7 +192,7 @@ async def test_methods(running: Harness) -> None:
     status, headers, body = await http(running, "HEAD / HTTP/1.1\nHost: x")
     assert status == 200 and body == b"" and int(headers["content-length"]) > 1000
     status, headers, _ = await http(running, "DELETE / HTTP/1.1\nHost: x")
-    assert (status, headers["allow"]) == (405, "get, head")
+    assert (status, headers["allow"]) == (405, "get, head, post")
 
 
 @pytest.mark.asyncio

@@ -19,8 +19,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tinyvllm import EngineConfig
-from tinyvllm.gateway.__main__ import build_parser, engine_config, main
+from tinyvllm import ConfigError, EngineConfig
+from tinyvllm.gateway.__main__ import main
+from tinyvllm.gateway.flags import build_parser, engine_config, limits, read_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +75,7 @@ def read_url(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly_under_load(number: signal.Signals) -> None:
-    with serve("--port", "0", "--model", "fake") as process:
+    with serve("--port", "0", "--model", "fake", "--drain-seconds", "0.2") as process:
         url = read_url(process)
         with urllib.request.urlopen(url + "healthz", timeout=10) as reply:
             assert json.load(reply)["alive"] is True
@@ -83,9 +84,13 @@ def test_a_signal_ends_it_cleanly_under_load(number: signal.Signals) -> None:
             kinds = [json.loads(client.recv(timeout=10))["type"] for _ in range(6)]
             assert kinds[-1] == "response.output_text.delta"
             process.send_signal(number)
+            events = []
             with pytest.raises(ConnectionClosed) as info:
                 while True:
-                    client.recv(timeout=10)
+                    events.append(json.loads(client.recv(timeout=10)))
+            kinds = [event["type"] for event in events]
+            assert "tinyvllm.draining" in kinds and kinds[-1] == "response.failed"
+            assert events[-1]["response"]["error"]["code"] == "server_shutting_down"
             assert info.value.rcvd is not None and info.value.rcvd.code == 1012
         out, err = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -126,10 +131,15 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     [
         (["--host", "0.0.0.0"], "--insecure"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
-        (["--max-num-seqs", "500"], "max_num_batched_tokens"),
+        (["--max-num-seqs", "500", "--max-num-batched-tokens", "100"], "max_num_batched_tokens"),
         (["--port", "70000"], "--port"),
         (["--device", "tpu"], "device"),
         (["--allow-origin", "chat.example"], "--allow-origin"),
+        (["--token", "no spaces"], "token"),
+        (["--token-file", "/no/such/file"], "--token-file"),
+        (["--tls-key", "key.pem"], "--tls-cert"),
+        (["--tls-cert", "/no/such/file"], "--tls-cert"),
+        (["--stall-seconds", "0"], "--stall-seconds"),
     ],
 )
 def test_wrong_arguments(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,14 +163,71 @@ def test_engine_flags_reach_the_config() -> None:
     assert (config.num_threads, config.block_size, config.scheduling) == (2, 32, "static")
     assert (config.expected_seq_len, config.max_buffered_tokens) == (300, 50)
     assert config.enforce_eager and not config.enable_prefix_caching
-    assert engine_config(build_parser().parse_args([])).max_num_seqs == 64
+    assert engine_config(build_parser({}).parse_args([])) == EngineConfig()
+
+
+def test_flags_can_come_from_the_environment(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("from-a-file\n")
+    environ = {
+        "TINYVLLM_MAX_NUM_SEQS": "4",
+        "TINYVLLM_ALLOW_ORIGIN": "https://a.example https://b.example",
+        "TINYVLLM_COMPRESSION": "1",
+        "TINYVLLM_INSECURE": "0",
+        "TINYVLLM_RESUME_SECONDS": "7.5",
+        "TINYVLLM_TOKEN_FILE": str(token_file),
+    }
+    args = build_parser(environ).parse_args(["--max-num-seqs", "5"])
+    assert engine_config(args).max_num_seqs == 5  # a flag wins
+    assert args.allow_origin == ["https://a.example", "https://b.example"]
+    assert args.compression and not args.insecure
+    assert limits(args).resume_seconds == 7.5
+    assert read_token(args) == "from-a-file"
+    with pytest.raises(SystemExit):
+        build_parser({"TINYVLLM_MAX_NUM_SEQS": "0"}).parse_args([])
+    with pytest.raises(SystemExit):
+        build_parser({"TINYVLLM_INSECURE": "perhaps"}).parse_args([])
+
+
+def test_other_machines_need_a_token() -> None:
+    def token_of(*argv: str) -> str | None:
+        return read_token(build_parser({}).parse_args(argv))
+
+    assert token_of() is None
+    assert token_of("--host", "0.0.0.0", "--token", "secret") == "secret"
+    assert token_of("--host", "0.0.0.0", "--insecure") is None
+    with pytest.raises(ConfigError, match="token"):
+        token_of("--host", "0.0.0.0")
+
+
+def test_logs_are_json_lines_and_tell_nothing_of_what_people_write() -> None:
+    flags = "--port 0 --model fake --log-format json --log-level debug --drain-seconds 0"
+    with serve(*flags.split()) as process:
+        url = read_url(process)
+        with connect(url.replace("http", "ws") + "v1/responses", proxy=None) as client:
+            event = {"type": "response.create", "input": "my-secret", "instructions": "my-secret"}
+            client.send(json.dumps(event))
+            for _ in range(6):
+                client.recv(timeout=10)
+            client.send('{"type":"my-secret"}')
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    client.recv(timeout=10)
+        _, err = process.communicate(timeout=20)
+    assert "my-secret" not in err
+    lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    messages = [line["message"] for line in lines]
+    assert {"socket open", "draining", "response failed", "socket closed"} <= set(messages)
+    (ended,) = [line for line in lines if line["message"] == "response failed"]
+    assert len(ended["tag"]) == 8 and ended["reason"] == "server_shutting_down"
 
 
 def test_every_field_of_the_config_has_a_flag() -> None:
     flags = vars(build_parser().parse_args([]))
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert fields - set(flags) == {"enable_prefix_caching"}  # --no-prefix-caching
-    assert "no_prefix_caching" in flags
+    assert fields - set(flags) == {"enable_prefix_caching", "async_scheduling"}
+    assert {"no_prefix_caching", "no_async_scheduling"} <= set(flags)
 
 
 def test_help_tells_of_every_flag() -> None:

@@ -15,17 +15,20 @@ from tinyvllm import (
     EngineOverloadedError,
     InvalidParameterError,
     NotSupportedError,
+    SamplingParams,
 )
-from tinyvllm.gateway import protocol
+from tinyvllm.gateway import json_text
+from tinyvllm.gateway.events import Outcome, Transcript
 from tinyvllm.gateway.protocol import (
     CancelEvent,
     CreateEvent,
-    Outcome,
     ProtocolError,
-    ResponseEvents,
+    ResumeEvent,
+    StatsEvent,
     error_of,
     parse_event,
 )
+from tinyvllm.gateway.tools import Call
 
 
 @pytest.fixture(params=["orjson", "json"], autouse=True)
@@ -34,8 +37,8 @@ def json_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "orjson":
         pytest.importorskip("orjson")
     else:
-        monkeypatch.setattr(protocol, "loads", protocol.json_loads)
-        monkeypatch.setattr(protocol, "dumps", protocol.json_dumps)
+        monkeypatch.setattr(json_text, "loads", json_text.json_loads)
+        monkeypatch.setattr(json_text, "dumps", json_text.json_dumps)
 
 
 def create(**fields: Any) -> CreateEvent:
@@ -68,10 +71,10 @@ def test_create_with_a_string() -> None:
         text={"format": {"type": "text"}, "verbosity": "low"},
         tinyvllm={"top_k": 5, "seed": 3, "stop": ["\n"], "priority": -1},
     )
-    assert event.messages == (
+    assert event.prompt(()) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
-    )
+    ]
     assert event.sampling == {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -102,12 +105,92 @@ def test_create_with_messages() -> None:
             {"role": "user", "content": ""},
         ],
     )
-    assert event.messages == (
+    assert event.prompt(()) == [
         {"role": "system", "content": "First.\n\nSecond."},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "bc"},
         {"role": "user", "content": ""},
+    ]
+    earlier = ({"role": "user", "content": "before"},)
+    assert event.prompt(earlier)[:3] == [
+        {"role": "system", "content": "First."},
+        *earlier,
+        {"role": "system", "content": "Second."},
+    ]
+
+
+def test_create_with_tools_and_what_came_of_them() -> None:
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+    event = create(
+        tools=[tool],
+        input=[
+            {"role": "user", "content": "1+2, 3+4"},
+            {"type": "reasoning", "summary": []},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a":3}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        ],
     )
+    assert event.tools == (tool,)
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+        {"id": "c2", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}},
+    ]
+    assert event.messages == (
+        {"role": "user", "content": "1+2, 3+4"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    )
+
+
+def test_create_that_goes_on() -> None:
+    event = create(previous_response_id="resp_1", input=[], generate=False)
+    assert (event.previous_response_id, event.messages, event.generate) == ("resp_1", (), False)
+    own = {"priority": 3, "resume_seconds": 0, "timeout": 1.5, "logit_bias": None}
+    event = create(tinyvllm=own)
+    assert (event.priority, event.resume_seconds, event.timeout) == (3, 0.0, 1.5)
+
+
+def test_a_json_schema_is_the_engines_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not this engine has it: what SamplingParams says of it is what the client gets."""
+    seen: list[dict[str, Any]] = []
+
+    def resolve(_params: None, overrides: dict[str, Any]) -> None:
+        seen.append(overrides)
+        if "refused" in overrides["json_schema"]:
+            raise NotSupportedError("json_schema: no", param="json_schema")
+
+    monkeypatch.setattr(SamplingParams, "resolve", resolve)
+    wanted = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    event = create(text={"format": wanted})
+    assert event.sampling == seen[-1] == {"json_schema": {"type": "object"}}
+    assert event.text_format == wanted
+    create(text={"format": {"type": "json_object"}})
+    assert seen[-1] == {"json_schema": {"type": "object"}}
+    error = refused(text={"format": {**wanted, "schema": {"refused": 1}}})
+    assert (error.code, error.param) == ("invalid_parameter", "text.format")
+
+
+def test_resume_and_stats() -> None:
+    resume = '{"type":"response.resume","response_id":"resp_1","starting_after":5,"stream_id":"s"}'
+    assert parse_event(resume, model="m") == ResumeEvent("resp_1", 5, "s")
+    resume = '{"type":"response.resume","response_id":"resp_1"}'
+    assert parse_event(resume, model="m") == ResumeEvent("resp_1", -1, None)
+    assert parse_event('{"type":"tinyvllm.stats"}', model="m") == StatsEvent(0.25)
+    stop = '{"type":"tinyvllm.stats","interval_ms":0}'
+    assert parse_event(stop, model="m") == StatsEvent(0)
+
+
+def test_depth_and_size_are_bounded() -> None:
+    deep: Any = "x"
+    for _ in range(70):
+        deep = [deep]
+    error = refused(prompt_cache_options=deep)
+    assert "nests at most 64" in error.message
+    error = refused(prompt_cache_options=[[1] * 60_000] + [[]] * 70)
+    assert "at most 50000 values" in error.message
+    wide = [[]] * 100
+    assert create(prompt_cache_options=wide)
 
 
 def test_nothing_chosen_is_left_to_the_model() -> None:
@@ -162,7 +245,21 @@ def test_cancel() -> None:
         ({"tinyvllm": {"priority": "high"}}, "tinyvllm.priority"),
         ({"tinyvllm": {"max_tokens": 5}}, "tinyvllm.max_tokens"),
         ({"tinyvllm": {"topk": 5}}, "tinyvllm.topk"),
-        ({"tinyvllm": {"stop": ["x"] * 65}}, "tinyvllm.stop"),
+        ({"tinyvllm": {"stop": ["x"] * 1025}}, "tinyvllm.stop"),
+        ({"tinyvllm": {"logit_bias": {"x": 1}}}, "tinyvllm.logit_bias"),
+        ({"tinyvllm": {"resume_seconds": -1}}, "tinyvllm.resume_seconds"),
+        ({"tinyvllm": {"timeout": "x"}}, "tinyvllm.timeout"),
+        ({"generate": 1}, "generate"),
+        ({"previous_response_id": 1}, "previous_response_id"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0].parameters"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input[0].arguments",
+        ),
         ({"tinyvllm": {"stop": [["x"]]}}, "tinyvllm.stop"),
         ({"top_k": 5}, "top_k"),
         ({"temprature": 1}, "temprature"),
@@ -184,30 +281,26 @@ def test_the_engines_name_leads_to_openais(name: str, use: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
-        ({"generate": False}, "generate"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"tinyvllm": {"n": 2}}, "tinyvllm.n"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
-        ({"tinyvllm": {"presence_penalty": 1.0}}, "tinyvllm.presence_penalty"),
-        ({"tinyvllm": {"logit_bias": {"5": 1}}}, "tinyvllm.logit_bias"),
-        ({"type": "response.resume"}, "type"),
         ({"type": "response.steer"}, "type"),
     ],
 )
 def test_what_is_not_built_says_so_by_name(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert error.param == param
-    assert "not supported yet" in error.message
+    assert "not supported" in error.message
     assert error.code == "invalid_parameter"
 
 
@@ -230,6 +323,10 @@ def test_what_is_not_built_says_so_by_name(fields: dict[str, Any], param: str) -
         '{"type":["response.create"]}',
         '{"type":"response.created"}',
         '{"type":"response.cancel","response_id":7}',
+        '{"type":"response.resume"}',
+        '{"type":"response.resume","response_id":"r","starting_after":-2}',
+        '{"type":"response.resume","response_id":"r","starting_after":true}',
+        '{"type":"tinyvllm.stats","interval_ms":20}',
     ],
 )
 def test_what_is_no_event_gives_an_error_event(raw: str | bytes) -> None:
@@ -276,12 +373,13 @@ def test_errors_of_the_engine() -> None:
         assert error.stream_id == "s" and "secret" not in error.message
 
 
-# Building
+# What the server says
 
 
-def build(**fields: Any) -> ResponseEvents:
-    return ResponseEvents(
+def transcript(**fields: Any) -> Transcript:
+    return Transcript(
         response_id="resp_1",
+        tag="5f3a09c1",
         request=create(**fields),
         model="m",
         created_at=1700000000,
@@ -294,18 +392,19 @@ def outcome(status: Any = "completed", **fields: Any) -> Outcome:
     return Outcome(status=status, **counts, **fields)
 
 
-def decode(frames: list[bytes]) -> list[dict[str, Any]]:
+def read(log: Transcript, start: int = 0, merge: bool = False) -> list[dict[str, Any]]:
+    frames = log.read(start, log.num_events, suffix=b"}", merge=merge)
     return [json.loads(frame) for frame in frames]
 
 
 def test_the_whole_sequence() -> None:
-    events = build(max_output_tokens=9, metadata={"k": "v"}, instructions="i", stream_id="s")
-    frames = [
-        *events.created(),
-        *events.delta("Hé"),
-        *events.delta('"llo\n'),
-        *events.finished(outcome()),
-    ]
+    log = transcript(max_output_tokens=9, metadata={"k": "v"}, instructions="i")
+    log.created()
+    log.add_text("Hé")
+    log.seal()
+    log.add_text('"l')
+    log.add_text("lo\n")  # no viewer took it: gathers
+    log.finish(outcome())
     response = {
         "id": "resp_1",
         "object": "response",
@@ -331,6 +430,7 @@ def test_the_whole_sequence() -> None:
         "store": False,
         "background": False,
         "usage": None,
+        "tinyvllm": {"tag": "5f3a09c1"},
     }
     where = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
     item = {"id": "msg_1", "type": "message", "role": "assistant"}
@@ -364,23 +464,76 @@ def test_the_whole_sequence() -> None:
         },
     ]
     for number, event in enumerate(golden):
-        event.update(sequence_number=number, stream_id="s")
-    assert decode(frames) == golden
+        event["sequence_number"] = number
+    assert read(log) == golden
+    assert read(log, 7) == golden[7:]
+    (frame,) = log.read(4, 5, suffix=b',"stream_id":"s"}', merge=False)
+    assert json.loads(frame) == golden[4] | {"stream_id": "s"}
+    assert log.messages() == [{"role": "assistant", "content": 'Hé"llo\n'}]
 
 
-def test_without_stream_id_none_is_echoed() -> None:
-    events = build()
-    frames = [*events.created(), *events.delta("x"), *events.finished(outcome())]
-    assert all("stream_id" not in event for event in decode(frames))
+def test_a_viewer_that_fell_behind_reads_several_deltas_as_one() -> None:
+    log = transcript()
+    log.created()
+    for text in "abcde":
+        log.add_text(text)
+        log.seal()
+    whole = read(log)
+    merged = read(log, 5, merge=True)
+    assert merged == [whole[-1] | {"delta": "bcde", "first_sequence_number": 5}]
+    assert read(log, 8, merge=True) == [whole[-1]]  # one alone is as it was
+    assert [event["sequence_number"] for event in whole] == list(range(9))
+
+
+def test_function_calls_are_items() -> None:
+    log = transcript(tools=[{"type": "function", "name": "add"}])
+    log.created()
+    log.add_text("Let me see.")
+    log.add_call(Call("add", {"a": 1}), "fc_1", "call_1")
+    log.add_text("Done.")
+    log.finish(outcome())
+    events = read(log)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events[5:-6]]
+    assert kinds == [
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+    ]
+    call = {
+        "id": "fc_1",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": "call_1",
+        "name": "add",
+        "arguments": '{"a":1}',
+    }
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "message"]
+    assert output[1] == call and output[2]["content"][0]["text"] == "Done."
+    assert len({item["id"] for item in output}) == 3
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert log.messages() == [
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "assistant", "content": "Done."},
+    ]
 
 
 def test_incomplete_by_length() -> None:
-    events = build()
-    events.created()
-    events.delta("x")
-    *_, item_done, terminal = decode(
-        events.finished(outcome("incomplete", reason="max_output_tokens"))
-    )
+    log = transcript()
+    log.created()
+    log.add_text("x")
+    log.finish(outcome("incomplete", reason="max_output_tokens"))
+    *_, item_done, terminal = read(log)
     assert item_done["item"]["status"] == "incomplete"
     assert terminal["type"] == "response.incomplete"
     response = terminal["response"]
@@ -389,19 +542,21 @@ def test_incomplete_by_length() -> None:
 
 
 def test_cancelled_before_any_text_has_no_item() -> None:
-    events = build()
-    events.created()
-    (terminal,) = decode(events.finished(outcome("incomplete", reason="cancelled")))
+    log = transcript()
+    log.created()
+    log.finish(outcome("incomplete", reason="cancelled"))
+    terminal = read(log)[-1]
     assert terminal["sequence_number"] == 2
     assert terminal["response"]["output"] == []
     assert terminal["response"]["incomplete_details"] == {"reason": "cancelled"}
 
 
 def test_completed_without_text_has_an_empty_item() -> None:
-    events = build()
-    events.created()
-    decoded = decode(events.finished(outcome()))
-    assert [event["type"].removeprefix("response.") for event in decoded] == [
+    log = transcript()
+    log.created()
+    log.finish(outcome())
+    events = read(log, 2)
+    assert [event["type"].removeprefix("response.") for event in events] == [
         "output_item.added",
         "content_part.added",
         "output_text.done",
@@ -409,24 +564,44 @@ def test_completed_without_text_has_an_empty_item() -> None:
         "output_item.done",
         "completed",
     ]
-    assert decoded[-1]["response"]["output"][0]["content"][0]["text"] == ""
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ""
 
 
-def test_failed_carries_the_error() -> None:
-    events = build()
-    events.created()
-    events.delta("x")
-    *_, terminal = decode(events.finished(outcome("failed", code="server_error", message="why")))
+def test_failed_keeps_its_partial_text() -> None:
+    log = transcript()
+    log.created()
+    log.add_text("par")
+    log.finish(outcome("failed", code="server_error", message="why"))
+    terminal = read(log)[-1]
     assert terminal["type"] == "response.failed"
     assert terminal["response"]["error"] == {"code": "server_error", "message": "why"}
-    assert terminal["response"]["output"][0]["content"][0]["text"] == "x"
+    assert terminal["response"]["output"][0]["content"][0]["text"] == "par"
 
 
-def test_logprobs_are_in_deltas_and_at_the_end() -> None:
-    entry = {"token": "x", "bytes": [120], "logprob": -0.5, "top_logprobs": []}
-    events = build(top_logprobs=0)
-    events.created()
-    delta = decode(events.delta("x", [entry]))[-1]
-    done = decode(events.finished(outcome()))
-    assert delta["logprobs"] == [entry] and done[0]["logprobs"] == [entry]
-    assert done[1]["part"]["logprobs"] == [entry]
+def test_logprobs_go_with_their_text_and_add_up() -> None:
+    log = transcript(top_logprobs=0)
+    log.created()
+    entries = [
+        {"token": token, "bytes": [97], "logprob": -0.5, "top_logprobs": []} for token in "abc"
+    ]
+    log.add_logprob(entries[0])  # of a token that is held back
+    log.add_logprob(entries[1])
+    log.add_text("ab")
+    log.seal()
+    log.add_logprob(entries[2])
+    log.add_text("c")
+    log.finish(outcome())
+    events = read(log)
+    assert events[4]["logprobs"] == entries[:2] and events[5]["logprobs"] == entries[2:]
+    assert events[6]["logprobs"] == entries
+    assert read(log, 4, merge=True)[0]["logprobs"] == entries
+
+
+def test_a_log_that_is_forgotten_leaves_the_response() -> None:
+    log = transcript()
+    log.created()
+    log.add_text("x")
+    log.finish(outcome())
+    log.forget()
+    assert log.num_events == 0 and log.ended
+    assert log.response()["output"][0]["content"][0]["text"] == "x"

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from support.chromium import find_chromium, open_browser
 from websockets.asyncio.client import connect
 
 from tinyvllm import DEFAULT_MODEL, AsyncEngine
+from tinyvllm.gateway.limits import Limits
 from tinyvllm.gateway.server import Gateway
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio
 
+RESUME_SECONDS = 0.3
 QUESTION = "What is the capital of France?"
 
 
@@ -48,7 +51,7 @@ async def idle(engine: AsyncEngine) -> None:
 async def test_the_wire_gives_what_the_library_gives(smollm2_dir: Path) -> None:
     async with (
         AsyncEngine(smollm2_dir, max_num_seqs=4) as engine,
-        Gateway(engine, port=0) as gateway,
+        Gateway(engine, port=0, limits=Limits(resume_seconds=RESUME_SECONDS)) as gateway,
         connect(f"ws://127.0.0.1:{gateway.port}/v1/responses", proxy=None) as socket,
     ):
         options = {"max_tokens": 40, "temperature": 0}
@@ -70,7 +73,18 @@ async def test_the_wire_gives_what_the_library_gives(smollm2_dir: Path) -> None:
                 pass
         assert event["response"]["error"]["code"] == "context_length_exceeded"
 
-        # Closing the socket frees the request's slot and blocks.
+        # A conversation goes on from blocks that are there already.
+        events = await ask(
+            socket,
+            input="And of Italy?",
+            previous_response_id=response["id"],
+            max_output_tokens=5,
+            temperature=0,
+        )
+        details = events[-1]["response"]["usage"]["input_tokens_details"]
+        assert details["cached_tokens"] >= engine.config.block_size
+
+        # Closing the socket frees the request's slot and blocks: a step after the window.
         endless = {"type": "response.create", "input": "Tell me a long story."}
         await socket.send(json.dumps(endless | {"tinyvllm": {"ignore_eos": True}}))
         async with asyncio.timeout(30):
@@ -78,7 +92,9 @@ async def test_the_wire_gives_what_the_library_gives(smollm2_dir: Path) -> None:
                 pass
         assert engine.stats().num_running == 1
         await socket.close()
+        closed_at = time.monotonic()
         await idle(engine)
+        assert time.monotonic() - closed_at < RESUME_SECONDS + 2
 
 
 @pytest.mark.chromium

@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from tinyvllm import EngineConfig, EngineDeadError, EngineOverloadedError, InvalidParameterError
-from tinyvllm.gateway.server import Limits
+from tinyvllm.gateway.limits import Limits
 
 if TYPE_CHECKING:
     # The classes of conftest.py, which cannot be imported.
@@ -68,7 +68,7 @@ async def test_each_token_is_a_frame_as_soon_as_it_exists(running: Harness) -> N
     }
     assert stream.messages == [{"role": "user", "content": "Hello?"}]
     assert (stream.params.temperature, stream.params.max_tokens, stream.priority) == (0, 5, 2)
-    assert stream.request_id == events[-1]["response"]["id"]
+    assert stream.request_id == events[-1]["response"]["tinyvllm"]["tag"]
 
 
 async def test_cut_at_max_output_tokens_is_incomplete(running: Harness) -> None:
@@ -195,7 +195,10 @@ async def test_cancel_of_a_lane_ends_what_runs_and_what_waits(running: Harness) 
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "eof"])
-async def test_a_closed_socket_aborts_its_requests(running: Harness, how: str) -> None:
+async def test_a_closed_socket_aborts_its_requests(harness: Harness, how: str) -> None:
+    """Without a resume window, at once."""
+    await harness.start(limits=Limits(resume_seconds=0))
+    running = harness
     client, other = await running.connect(), await running.connect()
     for lane in ("a", "b"):
         await client.create(lane, stream_id=lane)
@@ -296,7 +299,7 @@ async def test_a_cancel_gets_through_while_the_socket_is_behind(harness: Harness
 
 
 async def test_a_client_that_takes_nothing_is_dropped(harness: Harness) -> None:
-    await harness.start(limits=Limits(max_pending_chars=2000, stall_seconds=0.2))
+    await harness.start(limits=Limits(max_pending_chars=2000, stall_seconds=0.2, resume_seconds=0))
     slow = await harness.connect(sock=await read_slowly(harness.url), max_queue=1)
     await slow.create()
     stream = await harness.engine.next_stream()
@@ -309,7 +312,7 @@ async def test_a_client_that_takes_nothing_is_dropped(harness: Harness) -> None:
 
 async def test_error_events_to_a_client_that_does_not_read_are_bounded(harness: Harness) -> None:
     """It floods bad events and reads no answers: the server stops reading it."""
-    await harness.start(limits=Limits(stall_seconds=0.3))
+    await harness.start(limits=Limits(stall_seconds=0.3, max_events_per_second=0))
     slow = await harness.connect(sock=await read_slowly(harness.url), max_queue=1)
 
     async def flood() -> None:
@@ -330,7 +333,8 @@ async def test_error_events_to_a_client_that_does_not_read_are_bounded(harness: 
         (b'{"type":"response.create","input":"x"}', "invalid_parameter"),
         ('{"type":"response.create","input":"x","model":"gpt-9"}', "model_not_found"),
         ('{"type":"response.create","input":"x","stream_id":"a b"}', "invalid_stream_id"),
-        ('{"type":"response.resume","response_id":"resp_1"}', "invalid_parameter"),
+        ('{"type":"response.resume","response_id":"resp_1"}', "response_not_found"),
+        ('{"type":"response.resume"}', "invalid_parameter"),
     ],
 )
 async def test_a_bad_event_leaves_the_socket_usable(

@@ -50,7 +50,8 @@ def stepped(engine: AsyncEngine) -> Iterator[Gate]:
     def gated() -> None:
         core._finish_launched()  # a step's tokens are there before the next one is allowed
         gate.pass_one()
-        step()
+        if core._scheduler.has_work:  # else all that was left was in flight
+            step()
 
     core._step = gated  # type: ignore[method-assign]
     try:

@@ -20,6 +20,7 @@ from tinyvllm import (
     EngineHealth,
     EngineStats,
     SamplingParams,
+    SequenceStats,
     Timings,
     Token,
     Usage,
@@ -164,7 +165,7 @@ class FakeEngine:
         script: Script | Callable[[FakeStream], Script] | None = None,
     ) -> None:
         self.model_name = model
-        self.config = config or EngineConfig()
+        self.config = config or EngineConfig(max_num_seqs=64)
         self.tokenizer = FakeTokenizer()
         self.script = script
         self.streams: list[FakeStream] = []
@@ -215,7 +216,20 @@ class FakeEngine:
             "num_output_tokens": sum(stream.num_pushed for stream in self.streams),
             "num_requests": len(self.streams),
         }
-        return EngineStats(**(counts | known))
+        sequences = tuple(
+            SequenceStats(
+                request_id=stream.request_id,
+                state="waiting" if stream.waiting else "decode" if stream.num_pushed else "prefill",
+                slot=None if stream.waiting else 0,
+                num_prompt_tokens=7,
+                num_computed_tokens=7,
+                num_cached_tokens=3,
+                num_output_tokens=stream.num_pushed,
+                num_blocks=1,
+            )
+            for stream in self.live
+        )
+        return EngineStats(**(counts | known | {"sequences": sequences}))  # type: ignore[arg-type]
 
     def chat(
         self,

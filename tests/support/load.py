@@ -62,7 +62,7 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         counts = {field.name: 0 for field in dataclasses.fields(EngineStats)}
         made = {"num_running": len(self._states), "num_output_tokens": self._num_made}
-        return EngineStats(**(counts | made))
+        return EngineStats(**(counts | made | {"sequences": ()}))  # type: ignore[arg-type]
 
     def chat(
         self, messages: Any, *, priority: int = 0, request_id: str = "", **_: Any
@@ -104,7 +104,7 @@ class ScriptedEngine:
             self._num_made += 1
             last = state.completion_tokens == self._num_tokens
             text = f"{time.monotonic_ns()} "
-            state.buffer.append((text, 1, "length" if last else None, None))
+            state.buffer.append((text, 1, "length" if last else None, None, 0))
             if last:
                 del self._states[state.seq_id]
                 state.end("length")

@@ -99,9 +99,14 @@ class World:
         priority: int = 0,
         eos: tuple[int, ...] = (EOS,),
         salt: bytes = b"",
+        caches: bool = True,
+        num_choices: int = 1,
         **sampling: Any,
     ) -> Sequence:
-        """Adds a sequence. A prompt given as a length is made of tokens nobody else has."""
+        """Adds a sequence. A prompt given as a length is made of tokens nobody else has.
+
+        Choices beyond the first are forks of it; they draw the same tokens here.
+        """
         seq_id = next(self._ids)
         if isinstance(prompt, int):
             prompt = [1000 * (seq_id + 1) + i for i in range(prompt)]
@@ -114,10 +119,23 @@ class World:
             eos_token_ids=eos,
         )
         seq.cache_salt = salt
+        seq.reads_prefix_cache = seq.writes_prefix_cache = caches
+        forks = [seq.fork(next(self._ids), choice, choice) for choice in range(1, num_choices)]
         self.scheduler.add(seq)
-        self.seqs.append(seq)
+        self.seqs += [seq, *forks]
         self.check()
         return seq
+
+    def has_arrived(self, seq: Sequence) -> bool:
+        """False for a fork whose prompt is not computed yet."""
+        return seq.seq_id in self.scheduler._sequences or seq.status is SequenceStatus.FINISHED
+
+    def end_request(self, seq: Sequence) -> None:
+        """All choices, as an engine does when its reader leaves or its time is over."""
+        first = seq.parent or seq
+        for each in self.seqs:
+            if each is first or each.parent is first:
+                self.scheduler.finish(each, "abort")
 
     def run_model(self, schedule: Schedule) -> list[int]:
         """Writes KV for all entries, then reads all windows; the drawn tokens."""
@@ -168,7 +186,11 @@ class World:
         """schedule() with everything checked that can be said of any step from outside."""
         scheduler = self.scheduler
         had_work = scheduler.has_work
-        waiting = [s for s in self.seqs if s.status is SequenceStatus.WAITING and not s.paused]
+        waiting = [
+            s
+            for s in self.seqs
+            if s.status is SequenceStatus.WAITING and not s.paused and self.has_arrived(s)
+        ]
         paused = {s for s in self.seqs if s.paused}
         schedule = scheduler.schedule()
         self.check()
