@@ -10,6 +10,7 @@ PORT ?= 8765
 MODEL ?= smollm2-135m-instruct
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 1800
 BENCH ?= all
 BENCH_ARGS ?=
 VENV ?= .venv
@@ -32,7 +33,7 @@ install = $(call requirements,$(1)) > $(VENV)/requirements.txt && \
 	echo "installing into $(VENV): $(1) (a few minutes the first time)" && \
 	$(PIP) install -q -c constraints.txt -r $(VENV)/requirements.txt
 
-.PHONY: help serve test test-cuda lint format bench build clean
+.PHONY: help serve test test-cuda soak lint format bench build clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ test: $(VENV)/.built $(VENV)/.deps-test ## install, run every test (PYTEST_ARGS=
 test-cuda: ## the tests that need a GPU, with the python that has torch (PY=python3 uses no venv)
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("no CUDA device here: nothing was tested")'
 	@$(PY) -m pytest -m cuda $(PYTEST_ARGS)
+
+soak: $(VENV)/.built $(VENV)/.deps-test ## an engine under load: memory and latency stay flat (SOAK_SECONDS=1800)
+	@SOAK_SECONDS=$(SOAK_SECONDS) $(PY) -m pytest tests/engine/test_soak.py --timeout 0 $(PYTEST_ARGS)
 
 lint: $(VENV)/.deps-lint ## ruff, ruff format, mypy --strict, clang-format: changes nothing
 	@failed=; run() { echo "$$1 $$2 $$3 $$4"; "$$@" || failed=yes; }; \

@@ -111,7 +111,6 @@ class Response:
         self._parser = CallParser(tool["name"] for tool in event.tools) if event.tools else None
         self._finish_reason: str | None = None  # of the last token that was read
         self._taken = asyncio.Event()  # pending text was taken, or nobody needs it any more
-        self._flush_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._started_at = time.perf_counter()
@@ -230,30 +229,31 @@ class Response:
     # --- Text -----------------------------------------------------------------------------------
 
     async def _read(self, stream: TokenStream) -> None:
-        transcript, generate = self.transcript, self._event.generate
-        want_logprobs = self._event.top_logprobs is not None
+        transcript = self.transcript
         max_pending = self._owner.limits.max_pending_chars
-        add = transcript.add_text if self._parser is None else self._add_parsed
-        num_tokens = 0
         async with stream:
-            async for token in stream:
-                num_tokens += 1
-                if want_logprobs:
-                    transcript.add_logprob(self._logprob(token))
-                if token and generate:
-                    add(token)
-                    if not self._flush_scheduled:
-                        # All tokens that are ready by then leave as one frame.
-                        self._flush_scheduled = True
-                        self._loop.call_soon(self._flush)
-                if token.finish_reason is not None:
-                    self._finish_reason = token.finish_reason
+            while not await stream.feed(self._take):
                 while transcript.pending_size >= max_pending and not self._stopped:
                     self._taken.clear()
                     await self._taken.wait()
         if self._parser is not None:
             self._put(self._parser.finish())
-        self._owner.metrics.count("tokens_total", amount=num_tokens)
+        self._owner.metrics.count("tokens_total", amount=stream.usage.completion_tokens)
+
+    def _take(self, tokens: list[Token]) -> bool:
+        """Tokens go into the log, and to the viewers as one frame. True: no more for now."""
+        transcript, generate = self.transcript, self._event.generate
+        want_logprobs = self._event.top_logprobs is not None
+        add = transcript.add_text if self._parser is None else self._add_parsed
+        for token in tokens:
+            if want_logprobs:
+                transcript.add_logprob(self._logprob(token))
+            if token and generate:
+                add(token)
+        self._finish_reason = tokens[-1].finish_reason
+        self._flush()
+        is_full = transcript.pending_size >= self._owner.limits.max_pending_chars
+        return is_full and self._stopped is None
 
     def _add_parsed(self, text: str) -> None:
         assert self._parser is not None
@@ -269,7 +269,6 @@ class Response:
 
     def _flush(self) -> None:
         """What is pending goes to every viewer that can take it."""
-        self._flush_scheduled = False
         ready = [viewer for viewer in self._viewers if viewer.ready]
         if ready:
             self._seal()

@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tokenizer": ("errors", "config", "chat_template"),
     "detokenizer": ("errors", "tokenizer"),
     "structured": ("errors", "sampling_params", "tokenizer", "detokenizer"),
+    "allowed_tokens": ("errors", "sampling_params", "tokenizer", "structured"),
     # The device column.
     "ops": ("_C", "errors"),
     "models": ("ops", "errors", "config"),
@@ -36,21 +37,33 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "loader": ("errors", "config", "ops", "models", "checkpoint"),
     "convert": ("errors", "config", "models", "checkpoint", "loader", "progress"),
     "hub": ("errors", "convert", "progress"),
-    "cuda_steps": ("batch",),
-    "model_runner": ("errors", "config", "_C", "ops", "models", "loader", "batch", "cuda_steps"),
+    "cuda_steps": ("_C", "batch"),
+    "slot_logits": ("ops", "sequence"),
+    "model_runner": (
+        *("errors", "config", "_C", "ops", "models", "loader", "batch", "cuda_steps"),
+        *("slot_logits", "sequence"),
+    ),
     # Where the columns meet.
     "batch": (*HOST, "models"),
     "stream": ("errors", "sampling_params"),
-    "engine": (*HOST, *DEVICE, "batch", "hub", "tokenizer", "detokenizer", "stream"),
-    "async_engine": (*HOST[:3], "hub", "tokenizer", "stream", "engine"),
+    "metrics": (),
+    "engine": (
+        *(*HOST, *DEVICE, "batch", "hub", "tokenizer", "detokenizer", "stream", "metrics"),
+        *("structured", "allowed_tokens"),
+    ),
+    "async_engine": (*HOST[:3], "hub", "tokenizer", "stream", "metrics", "engine"),
     "llm": (*HOST[:3], "hub", "tokenizer", "stream", "engine", "async_engine"),
 }
 # The public face, and what stands on it: these may import every module that has a row above.
 FACE = ("__init__", "bench")
-TORCHLESS = (*HOST, "chat_template", "tokenizer", "detokenizer", "structured", "stream", "progress")
+TORCHLESS = (
+    *(*HOST, "chat_template", "tokenizer", "detokenizer", "structured", "allowed_tokens"),
+    *("stream", "progress"),
+)
 LAZY = (
     "transformers",
     "llguidance",
+    "prometheus_client",
     "huggingface_hub",
     "gguf",
     "websockets",

@@ -161,3 +161,10 @@ def set_num_threads(n: int) -> None:
 
 def num_cuda_devices() -> int:
     """CUDA devices that can be used: 0 without a GPU, a driver, or CUDA in this build."""
+
+def release_workspace(device_id: int) -> int:
+    """Free what paged_attention and sample hold for the calling thread on a CUDA device.
+
+    Waits for the kernels that use it; graphs that this thread captured must not be replayed any
+    more. Returns the bytes that were held, 0 if none; the next call of an op allocates it again.
+    """

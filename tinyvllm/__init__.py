@@ -2,7 +2,7 @@
 
 from tinyvllm.async_engine import AsyncEngine
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine import EngineHealth, EngineStats
+from tinyvllm.engine import EngineHealth, EngineStats, SequenceStats
 from tinyvllm.errors import (
     ChatTemplateError,
     CheckpointError,
@@ -17,11 +17,13 @@ from tinyvllm.errors import (
     ModelError,
     ModelNotFoundError,
     NotSupportedError,
+    RequestTimeoutError,
     TinyvllmError,
     TokenizerError,
 )
 from tinyvllm.hub import DEFAULT_MODEL
-from tinyvllm.llm import LLM, RequestOutput
+from tinyvllm.llm import LLM, ChoiceOutput, RequestOutput
+from tinyvllm.metrics import EngineCollector
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.stream import Timings, Token, TokenStream, Usage
 from tinyvllm.tokenizer import Tokenizer
@@ -33,9 +35,11 @@ __all__ = [
     "AsyncEngine",
     "ChatTemplateError",
     "CheckpointError",
+    "ChoiceOutput",
     "ConfigError",
     "ContextLengthError",
     "EngineClosedError",
+    "EngineCollector",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
@@ -48,7 +52,9 @@ __all__ = [
     "ModelNotFoundError",
     "NotSupportedError",
     "RequestOutput",
+    "RequestTimeoutError",
     "SamplingParams",
+    "SequenceStats",
     "Timings",
     "TinyvllmError",
     "Token",

@@ -11,12 +11,13 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyvllm import metrics
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine, EngineHealth
 from tinyvllm.errors import EngineClosedError, InvalidParameterError
 from tinyvllm.hub import DEFAULT_MODEL
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.stream import TokenStream
+from tinyvllm.stream import TokenStream, check_priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from tinyvllm.config import ModelConfig
     from tinyvllm.engine import EngineStats, StepTimings
     from tinyvllm.tokenizer import Tokenizer
+
+
+_MAX_SECONDS = 1e9  # more than a thread can be told to wait
 
 
 class AsyncEngine:
@@ -77,8 +81,25 @@ class AsyncEngine:
             raise
         self._check_started(engine)
 
-    async def aclose(self) -> None:
-        """End every request, stop the engine thread and release all memory. Idempotent."""
+    async def aclose(self, *, drain: bool | float = False) -> None:
+        """End every request, stop the engine thread and release all memory. Idempotent.
+
+        `drain`: take no new requests and wait first until those that run and wait have ended; a
+        number: so many seconds at most. A paused engine goes on. A reader that never comes back
+        holds its request for ever: give a number. Cancelled while draining, it closes at once.
+        """
+        seconds = None if isinstance(drain, bool) else _check_seconds("drain", drain)
+        engine = self._engine
+        if drain and engine is not None and engine.is_running and engine.started.is_set():
+            engine.drain(seconds)
+            try:
+                await engine.stopped.wait()
+            finally:
+                await self._end()
+        else:
+            await self._end()
+
+    async def _end(self) -> None:
         engine = self._shut()
         if engine is None:
             return
@@ -134,12 +155,20 @@ class AsyncEngine:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        enable_prefix_caching: bool = True,
         **sampling: Any,
     ) -> TokenStream:
         """Start a completion of `prompt`, text or token ids, and return its stream at once.
 
         `sampling` are fields of `SamplingParams`, on top of `params` or else of the model's
         defaults. Lower `priority` goes first. `request_id` is a label and need not be unique.
+
+        `timeout`: seconds from now after which the stream ends with `RequestTimeoutError`, behind
+        its tokens so far, whether it runs or still waits; looked at between steps. Prefix blocks
+        are shared only among requests of the same `cache_salt`; without `enable_prefix_caching`
+        this one reads and leaves none.
 
         Raises `InvalidParameterError` (among it `ContextLengthError` for ids),
         `EngineOverloadedError`, `EngineClosedError` or `EngineDeadError` here; what needs the
@@ -148,7 +177,17 @@ class AsyncEngine:
         engine = self._running()
         if not isinstance(prompt, str):
             prompt = check_ids(prompt, engine.model_config.vocab_size)
-        return self._submit(engine, prompt, params, sampling, priority, request_id, None)
+        return self._submit(
+            engine,
+            prompt,
+            params,
+            sampling,
+            priority=priority,
+            request_id=request_id,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            enable_prefix_caching=enable_prefix_caching,
+        )
 
     def chat(
         self,
@@ -157,6 +196,9 @@ class AsyncEngine:
         *,
         priority: int = 0,
         request_id: str | None = None,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        enable_prefix_caching: bool = True,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         template_options: Mapping[str, Any] | None = None,
@@ -187,7 +229,18 @@ class AsyncEngine:
                 )
         options |= template_options or {}
         messages = [dict(message) for message in messages]
-        return self._submit(engine, messages, params, sampling, priority, request_id, options)
+        return self._submit(
+            engine,
+            messages,
+            params,
+            sampling,
+            priority=priority,
+            request_id=request_id,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            enable_prefix_caching=enable_prefix_caching,
+            chat_options=options,
+        )
 
     def _submit(
         self,
@@ -195,26 +248,47 @@ class AsyncEngine:
         prompt: Any,
         params: SamplingParams | None,
         sampling: Mapping[str, Any],
+        *,
         priority: int,
         request_id: str | None,
-        chat_options: Mapping[str, Any] | None,
+        timeout: float | None,
+        cache_salt: str | None,
+        enable_prefix_caching: bool,
+        chat_options: Mapping[str, Any] | None = None,
     ) -> TokenStream:
-        if isinstance(priority, bool) or not isinstance(priority, int):
+        if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidParameterError(
-                f"priority must be an integer; got {priority!r}", param="priority"
+                f"cache_salt must be a string; got {cache_salt!r}", param="cache_salt"
+            )
+        if not isinstance(enable_prefix_caching, bool):
+            raise InvalidParameterError(
+                f"enable_prefix_caching must be True or False; got {enable_prefix_caching!r}",
+                param="enable_prefix_caching",
             )
         state = engine.new_state(
             prompt,
             SamplingParams.resolve(params, sampling, engine.model_config.sampling_defaults),
-            priority=priority,
+            priority=check_priority(priority),
             request_id=request_id,
             chat_options=chat_options,
+            timeout=None if timeout is None else _check_seconds("timeout", timeout),
+            cache_salt=(cache_salt or "").encode("utf-8", "surrogatepass"),
+            enable_prefix_caching=enable_prefix_caching,
         )
         # The stream first: should an exception (KeyboardInterrupt) come from here on, its
         # finalizer takes the request back.
         stream = TokenStream(state, self)
         engine.submit(state)
         return stream
+
+    def pause(self) -> None:
+        """Hold all requests within one step; nothing is lost, and new ones are taken and wait.
+        Timeouts go on. Idempotent; any thread."""
+        self._running().set_paused(True)
+
+    def resume(self) -> None:
+        """Go on after `pause()`. Idempotent; any thread."""
+        self._running().set_paused(False)
 
     # --- What it is and does --------------------------------------------------------------------
 
@@ -260,6 +334,22 @@ class AsyncEngine:
             return EngineHealth(alive=False, last_step_age=None, error=None)
         return self._engine.health()
 
+    def enable_metrics(self) -> None:
+        """Record histograms from now on; `metrics_text` and `EngineCollector` do by themselves.
+        Costs a few microseconds a step. Idempotent until `aclose()`."""
+        self._running().enable_metrics()
+
+    def metrics_text(self) -> str:
+        """All metrics in Prometheus's text format (0.0.4), under vLLM's names with the prefix
+        `tinyvllm_`. Raises as `stats()`."""
+        return metrics.render(self.metrics_families())
+
+    def metrics_families(self) -> list[metrics.Family]:
+        """What `metrics_text` writes, for `EngineCollector`."""
+        if self._engine is None:
+            raise EngineClosedError("the engine is not started: no metrics yet")
+        return self._engine.metrics_families()
+
     def _running(self) -> Engine:
         if self._engine is None:
             raise EngineClosedError("the engine is not started: use `async with` or await start()")
@@ -291,6 +381,17 @@ def check_ids(prompt: Iterable[int], vocab_size: int) -> list[int]:
             param="prompt",
         )
     return ids
+
+
+def _check_seconds(name: str, value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _MAX_SECONDS:  # type: ignore[operator]
+        raise InvalidParameterError(
+            f"{name} must be a number of seconds, above 0 and at most {_MAX_SECONDS:g}; "
+            f"got {_short(value)}",
+            param=name,
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 def _prompt_hint(prompt: object, items: object) -> str:

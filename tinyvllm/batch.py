@@ -196,6 +196,18 @@ class _HostArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens of a prompt in a step, each with the next one known."""
+
+    seq: Sequence
+    row: int
+    """Of its first token among the step's tokens."""
+    start: int
+    """Position of that token in the sequence."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's input: views of persistent memory, valid until the next `build` (for a GPU: until
     as many as there are stages)."""
@@ -210,12 +222,14 @@ class Batch:
     """One token and one row of logits per sequence: shapes follow from num_seqs alone, and the
     rows stand one step back, for `ops.advance_decode`."""
     special: Seq[tuple[int, Sequence]]
-    """(row of logits, sequence) where min_tokens or logprobs asks for more than a draw."""
+    """(row of logits, sequence) where the request asks for more than a draw from its logits."""
     table_width: int
     """For a GPU: the block tables are the first num_seqs * table_width elements of the memory of
     `rows.forward.block_tables`, side by side; 0: the device has them."""
     new_entries: Seq[tuple[int, int]]
     """For a GPU: (row * max_blocks + block_idx, block_id) that the device's tables lack."""
+    prompt_chunks: Seq[PromptChunk] = ()
+    """Those whose prompt_logprobs are wanted."""
 
 
 class BatchBuilder:
@@ -239,7 +253,12 @@ class BatchBuilder:
         self._max_blocks = max_blocks = -(-max_model_len // block_size)
         self._stages = [
             _HostArrays(
-                StepRows.allocate(num_tokens, num_slots, max_blocks, pin_memory=buckets is not None)
+                StepRows.allocate(
+                    num_tokens,
+                    num_slots,
+                    max_blocks,
+                    pin_memory=buckets is not None and torch.cuda.is_available(),
+                )
             )
             for _ in range(1 if buckets is None else NUM_STAGES)
         ]
@@ -373,7 +392,17 @@ class BatchBuilder:
             size = self._buckets.mixed(token_idx, num_seqs)
             rows = arrays.rows
             self._pad(arrays, token_idx, num_seqs, num_logits, size)
-        return Batch(rows, size, num_seqs, num_logits, False, self._special, tables.shape[1], ())
+        return Batch(
+            rows,
+            size,
+            num_seqs,
+            num_logits,
+            False,
+            self._special,
+            tables.shape[1],
+            (),
+            _prompt_chunks(entries, starts),
+        )
 
     def _pad(
         self, arrays: _HostArrays, num_tokens: int, num_seqs: int, num_logits: int, size: BatchSize
@@ -437,8 +466,16 @@ class BatchBuilder:
         self._arrays.step_idx[:num_logits] = [
             seq.num_scheduled_tokens - seq.num_prompt_tokens for seq in sequences
         ]
-        self._special = [
-            (row, seq)
-            for row, seq in enumerate(sequences)
-            if seq.params.min_tokens or seq.params.logprobs is not None
-        ]
+        self._special = [(row, seq) for row, seq in enumerate(sequences) if seq.needs_logits]
+
+
+def _prompt_chunks(entries: list[ScheduledSequence], starts: list[int]) -> list[PromptChunk]:
+    chunks, row = [], 0
+    for entry, start in zip(entries, starts, strict=True):
+        seq = entry.seq
+        if seq.params.prompt_logprobs is not None and seq.choice == 0:
+            num_tokens = min(start + entry.num_tokens, seq.num_prompt_tokens - 1) - start
+            if num_tokens > 0:
+                chunks.append(PromptChunk(seq, row, start, num_tokens))
+        row += entry.num_tokens
+    return chunks

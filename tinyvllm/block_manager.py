@@ -194,9 +194,14 @@ class BlockManager:
 
     def _match_parent(self, seq: Sequence) -> list[int]:
         """The full blocks of the prompt, while a fork's parent has them for sure: it decodes, and
-        it is not paused, so that nobody displaces it for `seq`."""
+        it would not be displaced for `seq`."""
         parent = seq.parent
-        if parent is None or parent.paused or parent.status is not SequenceStatus.DECODE:
+        if (
+            parent is None
+            or parent.status is not SequenceStatus.DECODE
+            or parent.paused
+            or parent.priority > seq.priority
+        ):
             return []
         hits = parent.block_table[: (seq.num_prompt_tokens - 1) // self.block_size]
         if len(seq.block_hashes) < len(hits):

@@ -53,6 +53,71 @@ class CudaStep:
         return self._begin.elapsed_time(self._end) / 1e3, idle
 
 
+class DeviceRows:
+    """A device's copy of the arrays of a step, kept up to date by small copies."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks: int,
+        buckets: Buckets,
+    ) -> None:
+        self._buckets = buckets
+        self._is_cuda = device.type == "cuda"
+        self._rows = StepRows.allocate(max_num_batched_tokens, max_num_seqs, max_blocks, device)
+        self._tables = self._rows.forward.block_tables
+        # Tables as they come, side by side.
+        self._new_tables = torch.zeros(max_num_seqs * max_blocks, dtype=torch.int32, device=device)
+        self._places = self.staging(max_num_seqs, torch.int64)
+        self._block_ids = self.staging(max_num_seqs, torch.int32)
+        self._new_places = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._new_block_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.stage = 0
+        """Which of the host's buffers this step uses."""
+
+    def staging(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Buffers on the host, to be used in turns."""
+        return [
+            torch.zeros(count, dtype=dtype, pin_memory=self._is_cuda) for _ in range(NUM_STAGES)
+        ]
+
+    def narrow(self, size: BatchSize) -> StepRows:
+        return self._rows.narrow(size)
+
+    @property
+    def drawn(self) -> torch.Tensor:
+        """What the last step drew: [max_num_seqs] i32."""
+        return self._rows.sampling.token_ids
+
+    def upload(self, batch: Batch) -> StepRows:
+        """Bring the device's rows up to date, behind the steps launched before."""
+        self.stage = (self.stage + 1) % NUM_STAGES
+        if not batch.is_pure_decode:
+            self._rows.packed.copy_(batch.rows.packed, non_blocking=True)
+            num_seqs, width = batch.num_seqs, batch.table_width
+            host = batch.rows.forward.block_tables.view(-1)
+            tables = self._new_tables[: num_seqs * width]
+            tables.copy_(host[: num_seqs * width], non_blocking=True)
+            self._tables[:num_seqs, :width] = tables.view(num_seqs, width)
+            # advance_decode takes the rows that only pad a decode along: no block, no store.
+            self._tables[num_seqs : self._buckets.decode(num_seqs)] = -1
+        elif batch.new_entries:
+            count = len(batch.new_entries)
+            places, block_ids = self._places[self.stage], self._block_ids[self.stage]
+            places.numpy()[:count], block_ids.numpy()[:count] = zip(
+                *batch.new_entries, strict=True
+            )
+            self._new_places[:count].copy_(places[:count], non_blocking=True)
+            self._new_block_ids[:count].copy_(block_ids[:count], non_blocking=True)
+            self._tables.view(-1).index_copy_(
+                0, self._new_places[:count], self._new_block_ids[:count]
+            )
+        return self.narrow(batch.size)
+
+
 class CudaSteps:
     """Used by one thread, whose current stream it sets."""
 
@@ -73,28 +138,16 @@ class CudaSteps:
         self._device = device
         self._buckets = buckets
         self._run = run
-        self._max_blocks = max_blocks
-        self._rows = StepRows.allocate(max_num_batched_tokens, max_num_seqs, max_blocks, device)
-        self._tables = self._rows.forward.block_tables
-        # Tables as they come, side by side.
-        self._new_tables = torch.zeros(max_num_seqs * max_blocks, dtype=torch.int32, device=device)
-        self._places = self._pinned(max_num_seqs, torch.int64)
-        self._block_ids = self._pinned(max_num_seqs, torch.int32)
-        self._new_places = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._new_block_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._ids = self._pinned(max_num_seqs, torch.int32)
-        self._stage = 0
+        self.rows = DeviceRows(
+            device,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_blocks=max_blocks,
+            buckets=buckets,
+        )
+        self._ids = self.rows.staging(max_num_seqs, torch.int32)
         self._last_end: torch.cuda.Event | None = None
         self._graphs: dict[tuple[BatchSize, bool], torch.cuda.CUDAGraph] = {}
-
-    @property
-    def drawn(self) -> torch.Tensor:
-        """What the last step drew: [max_num_seqs] i32 on the device."""
-        return self._rows.sampling.token_ids
-
-    @staticmethod
-    def _pinned(count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return [torch.zeros(count, dtype=dtype, pin_memory=True) for _ in range(NUM_STAGES)]
 
     def capture_all(self, report: Callable[[float], None]) -> None:
         """A graph for every size. `report` is told the fraction done."""
@@ -103,13 +156,13 @@ class CudaSteps:
         # Once without: modules are loaded and workspaces allocated at a first call. The largest
         # last, so that nothing grows later.
         for first in (keys[0], keys[-1]):
-            self._run(self._rows.narrow(first[0]), *first)
+            self._run(self.rows.narrow(first[0]), *first)
         self._stream.synchronize()
         pool = torch.cuda.graph_pool_handle()
         gc.collect()  # a finalizer that frees device memory would spoil a capture
         for i, (size, is_pure_decode) in enumerate(keys):
             report(i / len(keys))
-            rows = self._rows.narrow(size)
+            rows = self.rows.narrow(size)
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -118,42 +171,18 @@ class CudaSteps:
                 graph.capture_end()
             self._graphs[size, is_pure_decode] = graph
 
-    def upload(self, batch: Batch) -> StepRows:
-        """Bring the device's rows up to date, behind the steps launched before."""
-        self._stage = (self._stage + 1) % NUM_STAGES
-        if not batch.is_pure_decode:
-            self._rows.packed.copy_(batch.rows.packed, non_blocking=True)
-            num_seqs, width = batch.num_seqs, batch.table_width
-            host = batch.rows.forward.block_tables.view(-1)
-            tables = self._new_tables[: num_seqs * width]
-            tables.copy_(host[: num_seqs * width], non_blocking=True)
-            self._tables[:num_seqs, :width] = tables.view(num_seqs, width)
-            # advance_decode takes the rows that only pad a decode along: no block, no store.
-            self._tables[num_seqs : self._buckets.decode(num_seqs)] = -1
-        elif batch.new_entries:
-            count = len(batch.new_entries)
-            places, block_ids = self._places[self._stage], self._block_ids[self._stage]
-            for i, (place, block_id) in enumerate(batch.new_entries):
-                places[i], block_ids[i] = place, block_id
-            self._new_places[:count].copy_(places[:count], non_blocking=True)
-            self._new_block_ids[:count].copy_(block_ids[:count], non_blocking=True)
-            self._tables.view(-1).index_copy_(
-                0, self._new_places[:count], self._new_block_ids[:count]
-            )
-        return self._rows.narrow(batch.size)
-
     def launch(self, batch: Batch) -> CudaStep:
         """Start one step behind those that run already."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
-        rows = self.upload(batch)
+        rows = self.rows.upload(batch)
         graph = self._graphs.get((batch.size, batch.is_pure_decode))
         if graph is not None:
             graph.replay()
         else:
             self._run(rows, batch.size, batch.is_pure_decode)
-        ids = self._ids[self._stage]
+        ids = self._ids[self.rows.stage]
         if batch.num_logits:
             drawn = rows.sampling.token_ids[: batch.num_logits]
             ids[: batch.num_logits].copy_(drawn, non_blocking=True)

@@ -25,8 +25,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceOutput:
+    """One of a request's `n` outputs."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[tuple[float, dict[int, float]]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request. Text, ids, reason and logprobs are those of its first choice."""
 
     prompt: str | list[int] | list[Mapping[str, Any]]
     """As it was given: text, token ids or chat messages."""
@@ -38,6 +48,10 @@ class RequestOutput:
     usage: Usage
     logprobs: list[tuple[float, dict[int, float]]] | None
     """Per token: its log-probability and those of the most likely; None unless asked for."""
+    prompt_logprobs: list[tuple[float, dict[int, float]] | None] | None
+    """The same per token of the prompt, None for the first; None unless asked for."""
+    choices: list[ChoiceOutput]
+    """All `n` of them."""
 
 
 class LLM:
@@ -149,7 +163,8 @@ class LLM:
             for idx, item in read_blocking(streams):
                 tokens[idx].append(item)
                 if bar is not None:
-                    bar.add(finished=item[2] is not None)
+                    finished = item[2] is not None and None not in streams[idx].finish_reasons
+                    bar.add(finished=finished)
         finally:
             for stream in streams:
                 stream.abort()
@@ -162,17 +177,30 @@ class LLM:
 
 
 def _output(prompt: Any, stream: TokenStream, items: list[tuple[Any, ...]]) -> RequestOutput:
-    reason = stream.finish_reason
-    assert reason is not None, stream
-    has_logprobs = bool(items) and items[0][3] is not None
+    choices = []
+    for choice, reason in enumerate(stream.finish_reasons):
+        assert reason is not None, stream
+        mine = [item for item in items if item[4] == choice]
+        has_logprobs = bool(mine) and mine[0][3] is not None
+        choices.append(
+            ChoiceOutput(
+                text="".join(item[0] for item in mine),
+                token_ids=[item[1] for item in mine],
+                finish_reason=reason,
+                logprobs=[item[3] for item in mine] if has_logprobs else None,
+            )
+        )
+    first = choices[0]
     return RequestOutput(
         prompt=prompt,
         prompt_token_ids=stream.prompt_token_ids or [],
-        text="".join(item[0] for item in items),
-        token_ids=[item[1] for item in items],
-        finish_reason=reason,
+        text=first.text,
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
         usage=stream.usage,
-        logprobs=[item[3] for item in items] if has_logprobs else None,
+        logprobs=first.logprobs,
+        prompt_logprobs=stream.prompt_logprobs,
+        choices=choices,
     )
 
 

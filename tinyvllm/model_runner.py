@@ -1,10 +1,14 @@
 """ModelRunner: weights, KV cache, activations and step graphs of one model; runs batches.
 
-    launch(batch):  (advance_decode) ─► forward ─► (min_tokens masks) ─► sample ─► token ids
-                    replayed as one graph for pure decode, op by op otherwise
+    launch(batch):  (advance_decode) ─► forward ─► sample ─► token ids
+                    replayed as one graph: on a GPU every step, on a CPU pure decode
 
-Weights, KV pool and activations are allocated once, here; a step allocates nothing, except for
-log-probabilities, which only those pay who ask for them.
+A step with rows that ask for more than a draw goes on, op by op, and is waited for:
+
+                    forward ─► adjust_logits ─► sample ─► count_tokens ─► top_logprobs
+
+Weights, KV pool and activations are allocated once, here; a step allocates nothing but the results
+of the last line and, at the first request that needs it, the state of its slots (slot_logits.py).
 
 Threads: `num_threads` sizes the pool of the native ops, which the engines of a process share. The
 thread count of torch, which ops="reference" runs on, is the process's and is left alone.
@@ -26,15 +30,18 @@ from tinyvllm.errors import ConfigError, NotSupportedError
 from tinyvllm.loader import load_config, load_model
 from tinyvllm.models import ForwardBuffers, KVCache
 from tinyvllm.ops import get_ops
+from tinyvllm.slot_logits import SlotLogits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
     from os import PathLike
 
-    from tinyvllm.batch import Batch, BatchSize, StepRows
+    from tinyvllm.batch import Batch, BatchSize, PromptChunk, StepRows
     from tinyvllm.config import EngineConfig, ModelConfig
     from tinyvllm.cuda_steps import CudaStep, CudaSteps
     from tinyvllm.ops import Graph, Launch, Stream
+    from tinyvllm.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +68,8 @@ class StepOutput:
     """Time inside ops."""
     idle_seconds: float
     """Time before it, since the end of the last step's ops, in which no ops ran."""
+    prompt_logprobs: Seq[tuple[Sequence, int, list[Logprobs]]] = ()
+    """(sequence, position of the first token, what was asked about it and those behind it)."""
 
 
 class Step(Protocol):
@@ -185,16 +194,20 @@ class ModelRunner:
         self.runs_ahead = use_graphs and config.async_scheduling
         """A step may be launched before the result of the last one is asked for."""
         self._graphs: OrderedDict[int, Graph] = OrderedDict()
+        self._slot_logits: SlotLogits | None = None
         self._ops_ended = perf_counter()  # of eager steps
 
     def launch(self, batch: Batch) -> Step:
         """Start one step, behind those that run already. Graphs run beside the caller; what needs
         ops of its own is run to its end here, alone, with the GIL free during native ops."""
+        is_plain = not batch.special and not batch.prompt_chunks
         if self._cuda is not None:
-            if not batch.special:
-                return _CudaStep(self._cuda.launch(batch))
-            return _EagerStep(self._run_eagerly(batch, self._cuda.upload(batch)))
-        if self._stream is not None and batch.is_pure_decode and not batch.special:
+            step = self._cuda.launch(batch)
+            if is_plain:
+                return _CudaStep(step)
+            # Its graph has run the forward pass, and drawn what is drawn again here.
+            return _EagerStep(self._run_eagerly(batch, self._cuda.rows.narrow(batch.size)))
+        if self._stream is not None and batch.is_pure_decode and is_plain:
             graph = self._decode_graph(batch)
             return _GraphStep(self._stream.launch(graph, batch.rows.sampling.token_ids))
         return _EagerStep(self._run_eagerly(batch, batch.rows))
@@ -205,7 +218,7 @@ class ModelRunner:
         if self._cuda is not None:
             self._cuda.close()
         self._graphs.clear()
-        del self.model, self.kv_cache, self._buffers, self._cuda
+        del self.model, self.kv_cache, self._buffers, self._cuda, self._slot_logits
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -213,28 +226,32 @@ class ModelRunner:
         buffers = self._buffers.narrow(batch.size.num_tokens, batch.size.num_logits)
         start = perf_counter()
         idle_seconds = start - self._ops_ended
-        self._forward(rows, buffers, batch.is_pure_decode)
+        if self._cuda is None:
+            self._forward(rows, buffers, batch.is_pure_decode)
         self._ops_ended = perf_counter()
         ops_seconds = self._ops_ended - start
-        if not batch.num_logits:
-            return StepOutput([], {}, ops_seconds, idle_seconds)
-        masked = self._mask_stop_ids(batch, buffers.logits)
-        start = perf_counter()
-        idle_seconds += start - self._ops_ended
-        self._sample(rows, buffers)
-        self._ops_ended = perf_counter()
-        ops_seconds += self._ops_ended - start
-        token_ids: list[int] = rows.sampling.token_ids[: batch.num_logits].tolist()
-        for row, ids, values in masked:
-            buffers.logits[row, ids] = values
-        logprobs = self._logprobs(batch, buffers.logits, token_ids)
-        return StepOutput(token_ids, logprobs, ops_seconds, idle_seconds)
+        token_ids: list[int] = []
+        logprobs: dict[int, Logprobs] = {}
+        if batch.num_logits:
+            start = perf_counter()
+            idle_seconds += start - self._ops_ended
+            self._draw(rows, buffers.logits, batch.special)
+            self._ops_ended = perf_counter()
+            ops_seconds += self._ops_ended - start
+            drawn = rows.sampling.token_ids[: batch.num_logits]
+            logprobs = self._logprobs(batch, buffers.logits[: batch.num_logits], drawn)
+            token_ids = drawn.tolist()
+        prompt_logprobs = [
+            (chunk.seq, chunk.start + 1, self._prompt_logprobs(batch, chunk))
+            for chunk in batch.prompt_chunks
+        ]
+        return StepOutput(token_ids, logprobs, ops_seconds, idle_seconds, prompt_logprobs)
 
     def _run_step(self, rows: StepRows, size: BatchSize, is_pure_decode: bool) -> None:
         """All ops of a step, from token ids to token ids."""
         buffers = self._buffers.narrow(size.num_tokens, size.num_logits)
         self._forward(rows, buffers, is_pure_decode)
-        self._sample(rows, buffers)
+        self._sample(rows, buffers.logits)
 
     def _forward(self, rows: StepRows, buffers: ForwardBuffers, is_pure_decode: bool) -> None:
         forward, draw = rows.forward, rows.sampling
@@ -250,15 +267,32 @@ class ModelRunner:
                 self.block_size,
             )
         elif self._cuda is not None:
-            drawn = self._cuda.drawn
+            drawn = self._cuda.rows.drawn
             self.ops.take_drawn(forward.input_ids, drawn, rows.source_rows)
         self.model.forward(buffers, forward, self.kv_cache, every_token=is_pure_decode)
 
-    def _sample(self, rows: StepRows, buffers: ForwardBuffers) -> None:
+    def _draw(
+        self, rows: StepRows, logits: torch.Tensor, special: Seq[tuple[int, Sequence]]
+    ) -> None:
+        """`_sample`, the special rows from what their sequences want; `logits` stay raw."""
+        adjusted = [(row, seq) for row, seq in special if seq.allowed is not None]
+        if not adjusted:
+            self._sample(rows, logits)
+            return
+        if self._slot_logits is None:
+            num_rows, vocab_size = self._buffers.logits.shape
+            self._slot_logits = SlotLogits(
+                self.ops, self.max_num_seqs, num_rows, vocab_size, self.device
+            )
+        adjusted_logits, slot_idx = self._slot_logits.adjust(logits, adjusted)
+        self._sample(rows, adjusted_logits)
+        self._slot_logits.count(rows.sampling.token_ids, slot_idx)
+
+    def _sample(self, rows: StepRows, logits: torch.Tensor) -> None:
         draw = rows.sampling
         self.ops.sample(
             draw.token_ids,
-            buffers.logits,
+            logits,
             draw.temperature,
             draw.top_k,
             draw.top_p,
@@ -280,33 +314,51 @@ class ModelRunner:
         self._graphs[batch.num_seqs] = graph
         return graph
 
-    def _mask_stop_ids(
-        self, batch: Batch, logits: torch.Tensor
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Make stop ids undrawable for rows below their min_tokens; returns what to put back."""
-        masked = []
-        for row, seq in batch.special:
-            if seq.num_scheduled_tokens >= seq.min_len:
-                continue
-            ids = torch.tensor([i for i in seq.stop_ids if i < logits.shape[1]], dtype=torch.int64)
-            masked.append((row, ids, logits[row, ids]))
-            logits[row, ids] = -torch.inf
-        return masked
-
     def _logprobs(
-        self, batch: Batch, logits: torch.Tensor, token_ids: list[int]
+        self, batch: Batch, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> dict[int, Logprobs]:
-        """Of the raw distribution (before masks and temperature), for the rows that asked."""
-        result: dict[int, Logprobs] = {}
-        for row, seq in batch.special:
-            count = seq.params.logprobs
-            if count is None:
-                continue
-            logprobs = torch.log_softmax(logits[row], dim=-1)
-            top = torch.topk(logprobs, min(count, len(logprobs)))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            result[seq.seq_id] = float(logprobs[token_ids[row]]), dict(pairs)
-        return result
+        """seq_id -> of the raw distribution (before masks and temperature), for rows that asked."""
+        asking = [(row, seq) for row, seq in batch.special if seq.params.logprobs is not None]
+        if not asking:
+            return {}
+        wanted = [-1] * len(logits)
+        for row, seq in asking:
+            wanted[row] = seq.params.logprobs or 0
+        results = self._top_logprobs(logits, token_ids, wanted)
+        return {seq.seq_id: results[row] for row, seq in asking}
+
+    def _prompt_logprobs(self, batch: Batch, chunk: PromptChunk) -> list[Logprobs]:
+        """Of the tokens behind those of the chunk, in pieces of as many rows as there are logits;
+        the step's own logits are gone afterwards."""
+        results: list[Logprobs] = []
+        known, most = chunk.seq.token_ids, len(self._buffers.logits)
+        for begin in range(0, chunk.num_tokens, most):
+            count = min(most, chunk.num_tokens - begin)
+            rows = torch.arange(count, dtype=torch.int32) + (chunk.row + begin)
+            position = chunk.start + begin + 1
+            token_ids = torch.tensor(known[position : position + count], dtype=torch.int32)
+            buffers = self._buffers.narrow(batch.size.num_tokens, count)
+            self.model.head(buffers, rows.to(self.device))
+            wanted = [chunk.seq.params.prompt_logprobs or 0] * count
+            results += self._top_logprobs(buffers.logits, token_ids.to(self.device), wanted)
+        return results
+
+    def _top_logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, wanted: list[int]
+    ) -> list[Logprobs]:
+        """One for each row; of a row that wants -1 it says nothing."""
+        num_rows, vocab_size = logits.shape
+        shape = num_rows, min(max(wanted), vocab_size)
+        values = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        drawn = torch.zeros(num_rows, dtype=torch.float32, device=self.device)
+        counts = torch.tensor(wanted, dtype=torch.int32, device=self.device)
+        self.ops.top_logprobs(values, ids, drawn, logits, token_ids, counts)
+        rows = zip(drawn.tolist(), ids.tolist(), values.tolist(), wanted, strict=True)
+        return [
+            (logprob, dict(zip(row_ids[:count], row_values[:count], strict=True)))
+            for logprob, row_ids, row_values, count in rows
+        ]
 
     def _new_cuda_steps(
         self, use_graphs: bool, progress: Callable[[str, float], None] | None

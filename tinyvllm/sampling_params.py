@@ -9,25 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyvllm.errors import InvalidParameterError, NotSupportedError, did_you_mean
+from tinyvllm.errors import InvalidParameterError, did_you_mean
 
-# Validated, and to come in the engine: any value but the neutral one raises NotSupportedError.
-_NOT_YET: dict[str, Any] = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": (),
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
-}
 _GRAMMARS = ("json_schema", "regex", "grammar")
 _MAX_LOGPROBS = 20
 _MAX_N = 16_384
+_MAX_BIASES = 4096
 _MAX_BIAS = 100.0  # as in vLLM and OpenAI's API
 _FLOAT32_MAX = 3.4028234663852886e38  # ops take these as float32
 _FLOAT32_MIN = 1.1754943508222875e-38  # the smallest that is not denormal
@@ -42,8 +29,7 @@ def _fail(name: str, want: str, value: object) -> InvalidParameterError:
 class SamplingParams:
     """Sampling parameters of one request.
 
-    Raises `InvalidParameterError` (field and value named) when out of range, `NotSupportedError`
-    for parameters that this version only documents.
+    Raises `InvalidParameterError`, field and value named, when out of range.
     """
 
     temperature: float = 1.0
@@ -53,7 +39,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """Same seed, same tokens, whatever else runs. None draws a fresh one."""
+    """Same seed, same tokens, whatever else runs. None draws a fresh one. Choice i of `n` uses
+    seed + i: it has the tokens of a request of its own with that seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; a str is taken as one string."""
     stop_token_ids: tuple[int, ...] = ()
@@ -102,10 +89,28 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _fail(name, "True or False", getattr(self, name))
         self._check_grammar()
-        for name, neutral in _NOT_YET.items():
-            value = getattr(self, name)
-            if value != neutral:
-                raise NotSupportedError(f"{name} is not supported yet; got {value!r}", param=name)
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Even where the prompt is ids."""
+        return bool(self.bad_words) or any(getattr(self, name) is not None for name in _GRAMMARS)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """The draw is not from the model's own logits."""
+        return bool(
+            self.min_tokens
+            or self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.needs_tokenizer
+        )
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises `InvalidParameterError` for a token id that the model does not have."""
@@ -229,21 +234,13 @@ class SamplingParams:
                     param=name,
                 )
         if params is None:
-            # A model's own default that is not built yet must not refuse every plain request; the
-            # engine warns of it once, when it loads.
-            known_defaults = {k: v for k, v in (defaults or {}).items() if k not in _NOT_YET}
-            return cls(**{**known_defaults, **overrides})
+            return cls(**{**(defaults or {}), **overrides})
         if not isinstance(params, SamplingParams):
             hint = "; or pass the fields as keywords" if isinstance(params, Mapping) else ""
             raise InvalidParameterError(
                 f"params must be a SamplingParams; got {params!r}{hint}", param="params"
             )
         return dataclasses.replace(params, **overrides) if overrides else params
-
-
-def ignored_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model's `defaults` that ask for what is not built yet: `resolve` drops them."""
-    return {k: v for k, v in defaults.items() if k in _NOT_YET and v != _NOT_YET[k]}
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -273,6 +270,8 @@ def _biases(value: object) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise _fail("logit_bias", "a mapping of token ids to numbers", value)
+    if len(value) > _MAX_BIASES:
+        raise _fail("logit_bias", f"of at most {_MAX_BIASES} token ids", value)
     biases = {}
     for key, bias in value.items():
         is_text = isinstance(key, str) and key.isdecimal() and len(key) < 20

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -207,6 +207,7 @@ class Scheduler:
         seq.status = _FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
+        seq.parent, seq.forks = None, []
 
     def set_paused(self, seq_id: int, paused: bool) -> None:
         """Stops or resumes the scheduling of a sequence; nothing when it has finished.
@@ -216,6 +217,8 @@ class Scheduler:
         seq = self._sequences.get(seq_id)
         if seq is None or seq.paused == paused:
             return
+        for fork in seq.forks:  # which have not arrived yet
+            fork.paused = paused
         if paused:
             self._unlist(seq)
             seq.paused = True
@@ -235,8 +238,7 @@ class Scheduler:
         seq.order = _order_of(seq)
         self._list(seq)
         for fork in seq.forks:
-            if fork.seq_id not in self._sequences:
-                fork.priority = priority
+            fork.priority = priority
 
     def schedule(self) -> Schedule:
         """The next step. Allocates its blocks. Empty when steps in flight have to end first."""
@@ -301,6 +303,18 @@ class Scheduler:
                 result.entries.append(entry)
                 result.token_ids.append(token_id)
         return result
+
+    def abort_all(self) -> None:
+        """Ends every sequence."""
+        for seq in list(self._sequences.values()):
+            self.finish(seq, "abort")
+
+    def snapshot(self, max_waiting: int) -> list[Sequence]:
+        """The running sequences by slot, then the first `max_waiting` waiting ones by order, at
+        some moment; any thread."""
+        running = sorted(self._running.values(), key=attrgetter("slot"))
+        waiting = [seq for seq in list(self._sequences.values()) if seq.slot < 0]
+        return running + nsmallest(max_waiting, waiting, key=_order)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when any book does not balance. For tests."""
@@ -370,17 +384,17 @@ class Scheduler:
 
     def _schedule_chunks(self, preempted: list[Sequence]) -> list[ScheduledSequence]:
         """Prompt chunks for what the decodes leave of the budget, admitting as it goes."""
+        if self.is_static and not self._prefills and not self._decodes:
+            # A batch is admitted whole, and only when nothing of the last one can run.
+            while self._waiting and self._admit(self._waiting[0], preempted):
+                pass
+        admitting = not self.is_static
         chunks: list[tuple[Sequence, int]] = []
         num_tokens = 0
-        admitting = True
-        long: Sequence | None = None  # the one that this step cannot end; its place in chunks
+        # The first prompt that this step cannot end. It has its half at once, and in the end what
+        # shorter ones leave of the other.
+        long: Sequence | None = None
         long_idx = long_remaining = 0
-        if self.is_static:
-            # A batch is admitted whole, and only when nothing of the last one can run.
-            if not self._prefills and not self._decodes:
-                while self._waiting and self._admit(self._waiting[0], preempted):
-                    pass
-            admitting = False
         prefills = self._prefills.copy()
         i = 0
         while True:
@@ -419,7 +433,7 @@ class Scheduler:
                     continue
             elif remaining > budget:
                 long, long_idx, long_remaining = seq, len(chunks), remaining
-                num_tokens += -(-budget // 2)  # at least; and what is over in the end
+                num_tokens += -(-budget // 2)
                 continue
             n = min(remaining, budget)
             num_tokens += n

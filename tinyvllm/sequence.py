@@ -35,6 +35,12 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+def stop_ids_of(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The ids that end a request's output after `min_tokens`."""
+    ids = params.stop_token_ids
+    return frozenset(ids if params.ignore_eos else (*ids, *eos_token_ids))
+
+
 class Sequence:
     """One sequence. Owned by the engine thread; only `Scheduler` changes its state.
 
@@ -43,19 +49,21 @@ class Sequence:
     """
 
     __slots__ = (
+        "allowed",
         "arrival",
         "block_hashes",
         "block_table",
         "cache_salt",
+        "capacity",
         "choice",
         "detokenizer",
-        "capacity",
         "eos_token_ids",
         "finish_reason",
         "forks",
         "max_len",
         "max_tokens",
         "min_len",
+        "needs_logits",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -115,10 +123,7 @@ class Sequence:
         self.slot = -1
         self.params = params
         self.eos_token_ids = tuple(eos_token_ids)
-        stop_ids = params.stop_token_ids
-        self.stop_ids = frozenset(
-            stop_ids if params.ignore_eos else (*stop_ids, *self.eos_token_ids)
-        )
+        self.stop_ids = stop_ids_of(params, self.eos_token_ids)
         """Ids that end the sequence after `min_tokens`."""
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
         """Output tokens at most; `Scheduler.add` cuts it to what model and pool can hold."""
@@ -152,6 +157,11 @@ class Sequence:
         """The engine's record of the request; nothing here looks at it."""
         self.detokenizer: Any = None
         """The engine's, like `owner`."""
+        self.needs_logits = params.adjusts_logits or params.logprobs is not None
+        """The request asks for more than a draw from its logits."""
+        self.allowed: Any = None
+        """Which tokens may be drawn next, an AllowedTokens, where the request limits them or asks
+        anything else of its logits."""
 
     def fork(self, seq_id: int, choice: int, seed: int) -> Sequence:
         """Another choice of the same request: the same prompt and parameters, another seed.

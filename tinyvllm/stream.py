@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tinyvllm.errors import EngineClosedError
+from tinyvllm.errors import EngineClosedError, InvalidParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from tinyvllm.sampling_params import SamplingParams
@@ -44,13 +44,15 @@ class Token(str):
 
     id: int
     index: int  # type: ignore[assignment]  # hides str.index, which nobody calls on a token
-    """0 for the first generated token of the request."""
+    """0 for the first generated token of the request, or of its choice."""
     logprob: float | None
     """Natural log of the probability that the raw model gave this token, where asked for."""
     top_logprobs: dict[int, float] | None
     """Token id -> log-probability of the k most likely, most likely first, where asked for."""
     finish_reason: FinishReason | None
-    """Set on the last token only."""
+    """Set on the last token (of its choice) only."""
+    choice: int
+    """Which of the request's `n` outputs it belongs to, from 0."""
 
     def __new__(
         cls,
@@ -60,6 +62,7 @@ class Token(str):
         logprob: float | None = None,
         top_logprobs: dict[int, float] | None = None,
         finish_reason: FinishReason | None = None,
+        choice: int = 0,
     ) -> Token:
         token = str.__new__(cls, text)
         token.id = id
@@ -67,6 +70,7 @@ class Token(str):
         token.logprob = logprob
         token.top_logprobs = top_logprobs
         token.finish_reason = finish_reason
+        token.choice = choice
         return token
 
 
@@ -78,6 +82,7 @@ class Usage:
     cached_tokens: int
     """Prompt tokens whose keys and values came from the prefix cache."""
     completion_tokens: int
+    """Of all choices together."""
 
     @property
     def total_tokens(self) -> int:
@@ -107,6 +112,8 @@ class Waiter(Protocol):
     """A wake-up is on its way; set by whoever sends it, so that it is sent once."""
     portal: Any
     """The reader's loop: waiters with the same portal are woken by one callback."""
+    on_ready: Callable[[], bool] | None
+    """Called in the loop at each wake-up, if set; the reader goes on when it returns True."""
 
     async def wait(self) -> None: ...
     def post(self, group: Sequence[Any]) -> bool:
@@ -115,11 +122,12 @@ class Waiter(Protocol):
 
 
 class _AsyncioWaiter:
-    __slots__ = ("future", "notified", "portal")
+    __slots__ = ("future", "notified", "on_ready", "portal")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.portal = loop
         self.notified = False
+        self.on_ready: Callable[[], bool] | None = None
         self.future: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
@@ -139,17 +147,20 @@ class _AsyncioWaiter:
     @staticmethod
     def _resume(group: Sequence[_AsyncioWaiter]) -> None:
         for waiter in group:
+            if waiter.on_ready is not None and not waiter.on_ready():
+                continue
             if waiter.future is not None and not waiter.future.done():
                 waiter.future.set_result(None)
 
 
 class _TrioWaiter:
-    __slots__ = ("_trio", "notified", "portal", "task")
+    __slots__ = ("_trio", "notified", "on_ready", "portal", "task")
 
     def __init__(self, trio: Any) -> None:
         self._trio = trio
         self.portal = trio.lowlevel.current_trio_token()
         self.notified = False
+        self.on_ready: Callable[[], bool] | None = None
         self.task: Any = None
 
     async def wait(self) -> None:
@@ -169,6 +180,8 @@ class _TrioWaiter:
 
     def _resume(self, group: Sequence[_TrioWaiter]) -> None:
         for waiter in group:
+            if waiter.on_ready is not None and not waiter.on_ready():
+                continue
             if waiter.task is not None:
                 task, waiter.task = waiter.task, None
                 self._trio.lowlevel.reschedule(task)
@@ -177,11 +190,12 @@ class _TrioWaiter:
 class _BlockingWaiter:
     """A stream that a thread reads, beside others, in `read_blocking`."""
 
-    __slots__ = ("idx", "notified", "portal", "state")
+    __slots__ = ("idx", "notified", "on_ready", "portal", "state")
 
     def __init__(self, portal: SimpleQueue[Any], idx: int, state: StreamState) -> None:
         self.portal = portal
         self.notified = False
+        self.on_ready: Callable[[], bool] | None = None
         self.idx = idx
         self.state = state
 
@@ -245,8 +259,19 @@ class Signal:
 
 # --- One request --------------------------------------------------------------------------------
 
-# What the engine appends per token: text, token id, finish reason, (logprob, top logprobs) or None.
-Item = tuple[str, int, FinishReason | None, tuple[float, dict[int, float]] | None]
+
+def check_priority(priority: object) -> int:
+    """Raises `InvalidParameterError` unless it is an integer."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidParameterError(
+            f"priority must be an integer; got {priority!r}", param="priority"
+        )
+    return priority
+
+
+# What the engine appends per token: text, token id, finish reason, (logprob, top logprobs) or None,
+# choice.
+Item = tuple[str, int, FinishReason | None, tuple[float, dict[int, float]] | None, int]
 
 
 class StreamState:
@@ -258,29 +283,36 @@ class StreamState:
 
     __slots__ = (
         "aborted",
+        "allowed",
         "arrival",
         "buffer",
+        "cache_salt",
         "cached_tokens",
         "chat_options",
         "completion_tokens",
-        "detokenizer",
+        "deadline",
+        "enable_prefix_caching",
         "error",
         "finish_reason",
+        "finish_reasons",
         "finished",
         "mailbox",
         "params",
         "paused",
         "priority",
         "prompt",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "resume_below",
         "seq_id",
+        "sequences",
         "time_created",
         "time_ended",
         "time_first_token",
         "time_last_token",
         "time_scheduled",
+        "timeout",
         "waiter",
     )
 
@@ -295,6 +327,9 @@ class StreamState:
         mailbox: SimpleQueue[Any],
         resume_below: int,
         chat_options: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        cache_salt: bytes = b"",
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
@@ -306,16 +341,23 @@ class StreamState:
         self.resume_below = resume_below
         self.buffer: deque[Item] = deque()
         self.waiter: Waiter | None = None
-        self.detokenizer: Any = None
+        self.sequences: Sequence[Any] = ()  # the engine's, one per choice; none once it has ended
+        self.cache_salt = cache_salt
+        self.enable_prefix_caching = enable_prefix_caching
         self.aborted = False
         self.paused = False
         self.finished = False
         self.finish_reason: FinishReason | None = None
+        self.finish_reasons: list[FinishReason | None] = [None] * params.n
         self.error: BaseException | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.prompt_logprobs: list[tuple[float, dict[int, float]] | None] | None = None
+        self.allowed: Any = None  # the engine's, of choice 0: what tokens may be drawn
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.time_created = time.perf_counter()
+        self.timeout = timeout
+        self.deadline = None if timeout is None else self.time_created + timeout
         self.time_scheduled: float | None = None
         self.time_first_token: float | None = None
         self.time_last_token: float | None = None
@@ -346,6 +388,7 @@ class StreamState:
         self.time_ended = time.perf_counter()
         self.error = error
         self.finish_reason = reason
+        self.sequences = ()  # they know this object: a cycle
         # Last: a reader that sees it has all that was appended before.
         self.finished = True
 
@@ -362,8 +405,10 @@ class TokenStream:
     in parts, use `await anext(stream)`.
 
     Errors raise from the iteration, after the tokens that came before them: `ContextLengthError`
-    and other `InvalidParameterError`s that need the tokenizer, `EngineDeadError`, and
-    `EngineClosedError` when the engine was closed under a running request.
+    and other `InvalidParameterError`s that need the tokenizer, `RequestTimeoutError`,
+    `EngineDeadError`, and `EngineClosedError` when the engine was closed under a running request.
+
+    With `n` above 1 the tokens of all choices come as they are made; `token.choice` says whose.
 
     Any loop may read, one task at a time. A read suspends only when no token is ready.
     """
@@ -371,7 +416,7 @@ class TokenStream:
     def __init__(self, state: StreamState, owner: object) -> None:
         self._state = state
         self._owner = owner  # a stream keeps its engine alive
-        self._parts: list[str] = []
+        self._parts: list[list[str]] = [[] for _ in state.finish_reasons]  # of each choice
         self._left = False
         self._home = os.getpid()
 
@@ -382,10 +427,19 @@ class TokenStream:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while it runs. "stop": EOS, a stop string or a stop id; "length": max_tokens."""
+        """None while it runs. "stop": EOS, a stop string or a stop id; "length": max_tokens;
+        "abort": the reader left, its timeout is over or the engine was closed; "error": it failed.
+        Of several choices (`n`), the first one's once all have ended.
+        """
         if self._state.finished:
             return self._state.finish_reason
         return "abort" if self._state.aborted else None
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason | None, ...]:
+        """One for each of the request's `n` choices."""
+        whole = self.finish_reason
+        return tuple(reason or whole for reason in self._state.finish_reasons)
 
     @property
     def usage(self) -> Usage:
@@ -417,6 +471,21 @@ class TokenStream:
         """The prompt as the model reads it; None until it is tokenized."""
         return self._state.prompt_token_ids
 
+    @property
+    def prompt_logprobs(self) -> list[tuple[float, dict[int, float]] | None] | None:
+        """For each token of the prompt its log-probability and the k most likely in its place, of
+        the raw model; None for the first token, which nothing comes before. Complete with the first
+        token of the output; None unless `prompt_logprobs` asks for it."""
+        return self._state.prompt_logprobs
+
+    def set_priority(self, priority: int) -> None:
+        """Give the request another priority (lower goes first), whether it waits or runs. Among
+        equals its place is still that of its arrival. Nothing when it has ended; any thread."""
+        state = self._state
+        state.priority = check_priority(priority)
+        if not state.finished and not state.aborted:
+            state.mailbox.put(("priority", state))
+
     def abort(self) -> None:
         """Stop the request now; reading ends. Idempotent, callable from any thread."""
         self._state.abort()
@@ -427,12 +496,16 @@ class TokenStream:
 
     async def text(self) -> str:
         """Read to the end; the text of all tokens read, those read earlier included. Of an aborted
-        stream: what was read before."""
+        stream: what was read before. Of several choices (`n`): the first one's."""
+        return (await self.texts())[0]
+
+    async def texts(self) -> list[str]:
+        """As `text()`, one for each of the request's `n` choices."""
         try:
             while True:
                 await self.__anext__()
         except StopAsyncIteration:
-            return "".join(self._parts)
+            return ["".join(parts) for parts in self._parts]
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -463,22 +536,74 @@ class TokenStream:
             item = await self._next_item()
         if state.paused and len(state.buffer) < state.resume_below:
             state.resume()
-        text, token_id, reason, logprobs = item
-        self._parts.append(text)
-        index = len(self._parts) - 1
+        return self._token(item)
+
+    async def feed(self, sink: Callable[[list[Token]], bool | None]) -> bool:
+        """Call `sink(tokens)` in this loop with whatever is ready, as it comes: what `async for`
+        does without a task switch for each token, for servers of many streams.
+
+        Returns True at the end of the stream. When `sink` returns True it returns False at once,
+        and a later `feed`, or iterating, goes on with the next token. Raises what iterating would,
+        and what `sink` raises; cancelled, it aborts the request.
+        """
+        state = self._state
+        waiter = self._new_waiter()
+        ended: bool | None = None
+        error: BaseException | None = None
+
+        def pump() -> bool:
+            nonlocal ended, error
+            waiter.notified = False  # before looking: what comes from here on is announced again
+            finished = state.finished
+            tokens = [self._token(state.buffer.popleft()) for _ in range(len(state.buffer))]
+            if state.paused and len(state.buffer) < state.resume_below:
+                state.resume()
+            try:
+                if tokens and not state.aborted and sink(tokens):
+                    ended = False
+                elif state.aborted or (finished and not state.buffer):
+                    ended = True
+            except BaseException as exc:  # the reader's, not the loop's
+                error = exc
+            return ended is not None or error is not None
+
+        state.waiter = waiter
+        try:
+            if not pump():
+                waiter.on_ready = pump
+                await waiter.wait()
+        except BaseException:
+            state.abort()
+            raise
+        finally:
+            waiter.on_ready = state.waiter = None
+        if error is not None:
+            raise error
+        if ended and state.error is not None and not state.aborted:
+            raise state.error.with_traceback(None)
+        return bool(ended)
+
+    def _token(self, item: Item) -> Token:
+        text, token_id, reason, logprobs, choice = item
+        parts = self._parts[choice]
+        index = len(parts)
+        parts.append(text)
         if logprobs is None:
-            return Token(text, token_id, index, None, None, reason)
-        return Token(text, token_id, index, *logprobs, reason)
+            return Token(text, token_id, index, None, None, reason, choice)
+        return Token(text, token_id, index, *logprobs, reason, choice)
+
+    def _new_waiter(self) -> Waiter:
+        if self._state.waiter is not None:
+            raise RuntimeError(f"two tasks iterate the stream of request {self.request_id!r}")
+        if os.getpid() != self._home:
+            raise EngineClosedError("this stream's engine was created in another process")
+        return new_waiter()
 
     async def _next_item(self) -> Item:
         """The next item, parking until the engine has one. Ends the iteration after the last."""
         state = self._state
-        if state.waiter is not None:
-            raise RuntimeError(f"two tasks iterate the stream of request {self.request_id!r}")
-        if os.getpid() != self._home:
-            raise EngineClosedError("this stream's engine was created in another process")
         while True:
-            waiter = new_waiter()
+            waiter = self._new_waiter()
             state.waiter = waiter
             try:
                 # After the waiter is set, or the engine and we could miss each other; `finished`

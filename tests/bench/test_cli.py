@@ -54,6 +54,21 @@ def bench(
     return records[1:]
 
 
+def test_mixed_and_shared(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = bench("mixed", tiny_model_dir, tmp_path, "tinyvllm")
+    values = {record["metric"]: record["median"] for record in records}
+    for metric in ("p50, alone", "p99, alone", "p50, beside prompts", "p99, beside prompts"):
+        assert values[f"inter-token {metric}"] > 0
+    assert values["one chunk, alone"] > 0
+    records = bench("shared", tiny_model_dir, tmp_path, "tinyvllm")
+    values = {record["metric"]: record["median"] for record in records}
+    speeds = values["output, prefix caching"], values["output, no prefix caching"]
+    assert values["gain"] == pytest.approx(speeds[0] / speeds[1])
+    assert "shared 3 x 40+4/3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["latency", "ttft", "throughput", "streams"])
 def test_engines_side_by_side(
     command: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

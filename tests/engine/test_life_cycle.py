@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,7 +24,6 @@ from tinyvllm import (
     ConfigError,
     EngineClosedError,
     EngineDeadError,
-    EngineOverloadedError,
     InvalidParameterError,
     ModelError,
     ModelNotFoundError,
@@ -155,21 +152,6 @@ def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
     message = "is not a model directory: it has no config.json; it needs config.json, *.safetensors"
     with pytest.raises(ModelNotFoundError, match=re.escape(f"{tmp_path} {message}")):
         LLM(tmp_path)
-
-
-def test_a_default_that_is_ignored_is_logged_once(
-    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model_dir = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, model_dir)
-    path = model_dir / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**generation, "repetition_penalty": 1.3, "temperature": 0.5}))
-    with LLM(model_dir, num_blocks=64) as llm:
-        llm.generate(["a", "b", "c"], max_tokens=2)
-    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warned) == 1
-    assert warned[0].startswith(f"{path} asks for repetition_penalty=1.3, which is not supported")
 
 
 @pytest.mark.anyio
@@ -352,20 +334,6 @@ async def test_a_bad_request_does_not_kill_the_engine(
             await bad.text()
         assert await engine.generate("good", GREEDY).text()
         assert engine.health().alive
-
-
-@pytest.mark.anyio
-async def test_overload(
-    make_engine: MakeEngine, prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinyvllm.engine.MAX_LIVE_STREAMS", 3)
-    async with make_engine() as engine:
-        with stepped(engine):
-            live = [engine.generate(prompts[0], ENDLESS) for _ in range(3)]
-            with pytest.raises(EngineOverloadedError) as caught:
-                engine.generate(prompts[0], ENDLESS)
-        assert caught.value.retry_after > 0
-        del live
 
 
 @pytest.mark.anyio

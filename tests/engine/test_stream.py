@@ -200,7 +200,7 @@ async def test_a_finished_stream_sends_no_abort(
     from tinyvllm.engine import Engine
 
     aborted = []
-    monkeypatch.setattr(Engine, "_abort", lambda self, state: aborted.append(state))
+    monkeypatch.setattr(Engine, "_drop", lambda self, state: aborted.append(state))
     async with make_engine() as engine:
         async with engine.generate(prompts[1], GREEDY) as stream:
             await stream.text()
@@ -383,3 +383,71 @@ def test_a_closed_loop_does_not_break_the_engine(
     task._log_destroy_pending = False
     del task, reader
     asyncio.run(engine.aclose())
+
+
+@pytest.mark.anyio
+async def test_feed(make_engine: MakeEngine, prompts: Any, expected: list[list[int]]) -> None:
+    """Every token once and in order, with other readers beside; it can stop and go on."""
+    async with make_engine() as engine:
+        got: list[list[int]] = [[] for _ in range(6)]
+
+        async def feed(which: int) -> None:
+            stream = engine.generate(prompts[which], GREEDY)
+            num_stops = 0
+
+            def sink(tokens: list[Any]) -> bool:
+                assert tokens
+                got[which] += [token.id for token in tokens]
+                return which % 2 == 1 and len(got[which]) % 5 == 0
+
+            while not await stream.feed(sink):
+                num_stops += 1
+            assert stream.finish_reason == "length"
+            assert await stream.feed(sink)  # ended: nothing more comes
+            assert await stream.text() == engine.tokenizer.decode(got[which])
+
+        async with anyio.create_task_group() as tasks:
+            for which in range(6):
+                tasks.start_soon(feed, which)
+            mixed = engine.generate(prompts[7], GREEDY)
+            first = await anext(mixed)
+            rest: list[int] = []
+            assert await mixed.feed(lambda tokens: rest.extend(token.id for token in tokens))
+        assert got == expected[:6]
+        assert [first.id, *rest] == expected[7]
+
+
+@pytest.mark.anyio
+async def test_feed_ends_in_every_way(make_engine: MakeEngine, prompts: Any) -> None:
+    async with make_engine() as engine:
+
+        def fail(tokens: list[Any]) -> bool:
+            raise ZeroDivisionError
+
+        stream = engine.generate(prompts[0], ENDLESS)
+        with pytest.raises(ZeroDivisionError):
+            await stream.feed(fail)
+        assert stream.finish_reason is None  # the caller may go on
+        stream.abort()
+        assert await stream.feed(fail)
+        assert stream.finish_reason == "abort"
+
+        stream = engine.generate(prompts[1], ENDLESS)
+        with anyio.CancelScope() as scope:
+            await stream.feed(lambda tokens: scope.cancel())
+        assert stream.finish_reason == "abort"
+
+        too_long = engine.generate("long " * 1000)
+        with pytest.raises(ContextLengthError):
+            await too_long.feed(fail)
+
+        async with anyio.create_task_group() as tasks:
+            stream = engine.generate(prompts[2], ENDLESS)
+            tasks.start_soon(stream.feed, lambda tokens: None)
+            while stream._state.waiter is None:  # trio starts tasks in any order
+                await anyio.lowlevel.checkpoint()
+            with pytest.raises(RuntimeError, match="two tasks"):
+                await stream.feed(fail)
+            stream.abort()
+        await settled(engine)
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks

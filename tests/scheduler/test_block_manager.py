@@ -277,5 +277,6 @@ def test_check_integrity_sees_a_writer_of_a_shared_block():
     second.capacity, second.num_computed_tokens = first.capacity, first.num_computed_tokens
     for block_id in first.block_table:
         manager._ref_counts[block_id] += 1
+        manager.num_shared_blocks += 1
     with pytest.raises(AssertionError, match="shared and written"):
         manager.check_integrity([first, second])

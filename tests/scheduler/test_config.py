@@ -17,8 +17,8 @@ GOOD = {
     "device": ("auto", "cpu", "cuda", "cuda:0", "cuda:15"),
     "dtype": ("auto", "bfloat16"),
     "ops": ("native", "reference"),
-    "max_num_seqs": (1, 64, 256),
-    "max_num_batched_tokens": (64, 4096),
+    "max_num_seqs": (None, 1, 64, 256),
+    "max_num_batched_tokens": (None, 64, 4096),
     "max_model_len": (None, 1, 131072),
     "block_size": (16, 32),
     "num_blocks": (None, 1, 100000),
@@ -28,6 +28,7 @@ GOOD = {
     "async_scheduling": (True, False),
     "scheduling": ("continuous", "static"),
     "max_buffered_tokens": (1, 10),
+    "max_queued_requests": (1, 65536),
     "num_threads": (None, 1, 64),
 }
 BAD = {
@@ -45,8 +46,8 @@ BAD = {
     ),
     "dtype": ("float16", "bf16", "", None, 16, True, NAN),
     "ops": ("torch", "", None, True, NAN),
-    "max_num_seqs": (*NOT_COUNTS, None),
-    "max_num_batched_tokens": (*NOT_COUNTS, None),
+    "max_num_seqs": NOT_COUNTS,
+    "max_num_batched_tokens": NOT_COUNTS,
     "max_model_len": NOT_COUNTS,
     "block_size": (0, 8, 17, 64, -16, 16.0, True, NAN, "16", None, [16]),
     "num_blocks": NOT_COUNTS,
@@ -56,6 +57,7 @@ BAD = {
     "async_scheduling": (0, 1, None, "no", NAN),
     "scheduling": ("dynamic", "", None, True, NAN),
     "max_buffered_tokens": (*NOT_COUNTS, None),
+    "max_queued_requests": (*NOT_COUNTS, None),
     "num_threads": NOT_COUNTS,
 }
 BAD["device"] += (None, 0, True, NAN, b"cpu")
@@ -131,8 +133,8 @@ def test_resolve_wants_an_engine_config(config):
     assert error.value.param == "config"
 
 
-@pytest.mark.parametrize("config", [None, EngineConfig()])
-def test_resolve_checks_what_it_combines(config):
+def test_resolve_checks_what_it_combines():
+    config = EngineConfig(max_num_batched_tokens=256)
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         EngineConfig.resolve(config, {"max_num_seqs": 300})
 

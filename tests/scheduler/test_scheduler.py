@@ -34,13 +34,15 @@ def test_decodes_come_first_then_chunks_fill_the_budget():
     world.add(4)
     assert plan(world.step()) == [(0, 4, True)]
     world.add(20)
-    world.add(3)
+    world.add(20)
     assert plan(world.step()) == [(0, 1, True), (1, 9, False)]
     schedule = world.step()
     assert plan(schedule) == [(0, 1, True), (1, 9, False)]
     assert (schedule.num_tokens, schedule.num_decodes, schedule.num_samples) == (10, 1, 1)
     assert not schedule.is_pure_decode
-    assert plan(world.step()) == [(0, 1, True), (1, 2, True), (2, 3, True)]
+    assert plan(world.step()) == [(0, 1, True), (1, 2, True), (2, 7, False)]
+    world.step()
+    world.step()
     schedule = world.step()
     assert plan(schedule) == [(0, 1, True), (1, 1, True), (2, 1, True)]
     assert schedule.is_pure_decode
@@ -58,19 +60,58 @@ def test_a_chunk_of_one_token_is_used_too():
 
 def test_running_prompts_continue_before_new_ones_are_admitted():
     world = endless(num_blocks=64, max_num_batched_tokens=8)
-    world.add(12)
-    world.add(6)
-    world.add(2)
+    for _ in range(3):
+        world.add(12)
     assert plan(world.step()) == [(0, 8, False)]
     assert plan(world.step()) == [(0, 4, True), (1, 4, False)]
-    assert plan(world.step()) == [(0, 1, True), (1, 2, True), (2, 2, True)]
+    assert plan(world.step()) == [(0, 1, True), (1, 7, False)]
+    assert plan(world.step()) == [(0, 1, True), (1, 1, True), (2, 6, False)]
+
+
+def test_short_prompts_pass_a_long_one_which_keeps_half_of_each_step():
+    """Either way the wait is bounded, however many of the other kind come."""
+    world = endless(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=16)
+    long = world.add(100, max_tokens=1)
+    num_steps = 0
+    while long.status is not FINISHED:
+        short = world.add(6, max_tokens=1)
+        entries = world.step().sequences
+        num_steps += 1
+        given = {entry.seq: entry.num_tokens for entry in entries}
+        assert given[long] >= 8 or long.status is FINISHED
+        # The queue grows by 6 tokens a step and gets 8: a short prompt never waits.
+        assert short.status is FINISHED
+    assert num_steps <= -(-100 // 8)
+    world.run()
+
+
+def test_a_long_prompt_gets_through_a_flood_of_short_ones_in_bounded_time():
+    world = endless(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=16)
+    ahead = [world.add(12, max_tokens=1) for _ in range(6)]
+    long = world.add(100, max_tokens=1)
+    num_steps = 0
+    while long.status is not FINISHED:
+        for _ in range(3):  # more than a step computes
+            world.add(12, max_tokens=1)
+        world.step()
+        num_steps += 1
+    assert all(seq.status is FINISHED for seq in ahead)
+    work_ahead = 6 * 12
+    assert num_steps <= -(-2 * (work_ahead + 100) // 16) + 1
+
+
+def test_a_long_prompt_shares_with_nobody_of_worse_priority():
+    world = endless(num_blocks=64, max_num_batched_tokens=8)
+    world.add(20, priority=0)
+    world.add(2, priority=1)
+    assert plan(world.step()) == [(0, 8, False)]
 
 
 def test_a_waiter_of_better_priority_goes_before_running_prompts():
     world = endless(num_blocks=64, max_num_batched_tokens=8)
     world.add(24, priority=1)
     world.step()
-    world.add(10, priority=1)
+    world.add(24, priority=1)
     world.add(10, priority=0)
     assert plan(world.step()) == [(2, 8, False)]
     assert plan(world.step()) == [(2, 2, True), (0, 6, False)]
@@ -86,8 +127,7 @@ def test_a_returning_earlier_arrival_does_not_stall_a_running_prompt():
     assert world.step().preempted == [world.seqs[0]]
     world.scheduler.set_paused(0, False)
     world.scheduler.abort(1)
-    assert plan(world.step()) == [(2, 8, False)]
-    assert plan(world.step()) == [(2, 5, True), (0, 1, True)], "4 of 5 known tokens are cached"
+    assert plan(world.step()) == [(2, 7, False), (0, 1, True)], "4 of 5 known tokens are cached"
 
 
 def test_the_queue_is_by_priority_then_arrival():
@@ -325,6 +365,117 @@ def test_a_preempted_sequence_finds_its_own_blocks_but_that_is_no_cached_prompt(
     assert world.blocks.prefix_cache_hits == 0
     world.run()
     world.check_output(seq)
+
+
+# --- priority changes
+
+
+def test_a_waiting_sequence_moves_in_the_queue():
+    world = endless(num_blocks=64, max_num_seqs=1)
+    for _ in range(4):
+        world.add(2, max_tokens=1)
+    world.scheduler.set_priority(3, -1)
+    world.scheduler.set_priority(0, 1)
+    world.scheduler.set_priority(77, 1)
+    ran = [world.step().sequences[0].seq.seq_id for _ in range(4)]
+    assert ran == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize("max_ahead", [0, 1])
+def test_a_running_sequence_yields_or_stays_by_its_new_priority(max_ahead):
+    world = World(num_blocks=64, max_num_seqs=1, max_ahead=max_ahead)
+    first, second = (world.add(5, ignore_eos=True, max_tokens=20) for _ in range(2))
+    for _ in range(3):
+        world.step()
+    world.scheduler.set_priority(0, 1)
+    while second.slot < 0:
+        world.step()
+    assert first.status is WAITING
+    world.scheduler.set_priority(1, 1)
+    world.step()
+    assert second.slot == 0, "a tie is no reason to preempt"
+    world.run()
+    for seq in (first, second):
+        assert seq.num_preemptions == (seq is first)
+        world.check_output(seq)
+
+
+# --- several choices
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("length", "shared"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (21, 5)])
+def test_forks_share_the_full_blocks_of_the_prompt(caching, length, shared):
+    world = World(
+        num_blocks=64, block_size=4, max_num_batched_tokens=64, enable_prefix_caching=caching
+    )
+    first = world.add(length, ignore_eos=True, max_tokens=9, num_choices=3)
+    forks = first.forks
+    world.step()
+    assert first.forks == [] and world.scheduler.num_waiting == 2
+    schedule = world.step()
+    assert plan(schedule)[1:] == [(1, length - 4 * shared, True), (2, length - 4 * shared, True)]
+    assert world.blocks.num_shared_blocks == shared
+    for seq in forks:
+        assert seq.block_table[:shared] == first.block_table[:shared]
+        assert set(seq.block_table[shared:]).isdisjoint(first.block_table)
+        assert seq.order == (0, 0, seq.choice)
+    world.run()
+    for seq in (first, *forks):
+        world.check_output(seq)
+    world.check_empty()
+
+
+def test_forks_come_before_later_arrivals():
+    world = World(num_blocks=64, max_num_seqs=1)
+    first = world.add(3, ignore_eos=True, max_tokens=2, num_choices=2)
+    (fork,) = first.forks
+    later = world.add(3, ignore_eos=True, max_tokens=2)
+    while first.status is not FINISHED:
+        world.step()
+    world.step()
+    assert (fork.status, later.status) == (DECODE, WAITING)
+    world.run()
+
+
+def test_forks_of_a_prompt_that_ends_with_its_first_token_run_alone():
+    world = World(num_blocks=64, block_size=4, enable_prefix_caching=False)
+    first = world.add(9, max_tokens=1, num_choices=2)
+    (fork,) = first.forks
+    world.step()
+    assert first.status is FINISHED
+    assert plan(world.step()) == [(1, 9, True)]
+    world.check_output(fork)
+    world.check_empty()
+
+
+@pytest.mark.parametrize("change", ["paused", "worse"])
+def test_a_fork_takes_no_blocks_from_a_parent_that_it_may_displace(change):
+    """Without a prefix cache they would be gone with it."""
+    world = World(num_blocks=5, block_size=4, max_num_seqs=4, enable_prefix_caching=False)
+    first = world.add(13, ignore_eos=True, num_choices=2)
+    (fork,) = first.forks
+    world.step()
+    if change == "paused":
+        world.scheduler.set_paused(0, True)
+    else:
+        world.scheduler.set_priority(0, 1)
+    world.step()
+    assert fork.slot >= 0 and first.status is WAITING
+    world.scheduler.set_paused(0, False)
+    world.run()
+    for seq in (first, fork):
+        world.check_output(seq)
+
+
+def test_a_request_that_ends_early_takes_its_forks_along():
+    world = World(num_blocks=64)
+    first = world.add(5, num_choices=3)
+    forks = first.forks
+    world.end_request(first)
+    assert {seq.status for seq in (first, *forks)} == {FINISHED}
+    world.check_empty()
+    assert not world.scheduler.has_work
 
 
 # --- slow readers

@@ -131,6 +131,15 @@ class FakeStream:
     def __aiter__(self) -> AsyncIterator[Token]:
         return self
 
+    async def feed(self, sink: Any) -> bool:
+        while True:
+            try:
+                token = await self.__anext__()
+            except StopAsyncIteration:
+                return True
+            if sink([token]):
+                return False
+
     async def __anext__(self) -> Token:
         while True:
             if self.aborted.is_set():

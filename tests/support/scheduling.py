@@ -237,8 +237,13 @@ class World:
             head = min(left, key=lambda s: s.order)
             worse = [s for s in scheduled if s.priority > head.priority]
             if worse and schedule.num_tokens < scheduler.max_num_batched_tokens:
+                running = [s for s in self.seqs if s.slot >= 0]
                 yielding = [
-                    s for s in self.seqs if s.slot >= 0 and (s.paused or s.priority > head.priority)
+                    s
+                    for s in running
+                    # One that has ended is behind its fence: nobody can take from it.
+                    if s.status is not SequenceStatus.FINISHED
+                    and (s.paused or s.priority > head.priority)
                 ]
                 assert not self.blocks.can_allocate(
                     self.blocks.num_blocks_for(len(head.token_ids) + 1),

@@ -17,7 +17,7 @@ import torch
 
 import tinyvllm
 from tinyvllm import _C, hub, loader
-from tinyvllm.bench import contenders, measure, op_table
+from tinyvllm.bench import contenders, measure, op_table, serving_rows
 from tinyvllm.bench.ceilings import READ_BYTES, Ceilings
 from tinyvllm.bench.contenders import Contender, Settings, UnavailableError
 from tinyvllm.bench.host_table import host_table
@@ -44,6 +44,8 @@ COMMANDS = {
     "ops": "tinyvllm's ops, one by one, in real steps",
     "step": "tinyvllm's host time per token, phase by phase",
     "memory": "tinyvllm's memory: weights, KV cache, the plan of the activations",
+    "mixed": "running streams while long prompts arrive: time between tokens",
+    "shared": "prompts of a common beginning: what the prefix cache saves",
     "gateway": "streams of chats, from the library and through the WebSocket gateway",
     "all": "everything above",
 }
@@ -298,6 +300,24 @@ class Bench:
             options.threads,
             self._sizes.step,
             options.rounds,
+        )
+
+    def _mixed(self) -> None:
+        options, budget = self._options, DEFAULT_SIZES[self._device][1]
+        if self._size == "tiny":
+            budget = 16
+        self._report.rows(
+            serving_rows.mixed_rows(
+                self._model_dir, self._device, options.threads, budget, self._size, options.rounds
+            )
+        )
+
+    def _shared(self) -> None:
+        options = self._options
+        self._report.rows(
+            serving_rows.shared_rows(
+                self._model_dir, self._device, options.threads, self._size, options.rounds
+            )
         )
 
     def _gateway(self) -> None:

@@ -72,11 +72,16 @@ class Transformer:
         ops.embedding(b.residual, batch.input_ids, weights.embed_tokens)  # [T, H]
         for idx, layer in enumerate(weights.layers):
             self._block(layer, b, batch, kv_cache.k[idx], kv_cache.v[idx])
-        # Only the rows whose logits are wanted go through the final norm and the head.
+        self.head(b, None if every_token else batch.logits_indices)
+
+    def head(self, buffers: ForwardBuffers, logits_indices: Tensor | None) -> None:
+        """Fills `buffers.logits` for these tokens of the pass that ran last, [R] i32; None: all in
+        order. Only the rows whose logits are wanted go through the final norm and the head."""
+        ops, b, weights = self.ops, buffers, self.weights
         last = b.residual
-        if not every_token:
+        if logits_indices is not None:
             last = b.last_residual
-            ops.gather_rows(last, b.residual, batch.logits_indices)  # [R, H]
+            ops.gather_rows(last, b.residual, logits_indices)  # [R, H]
         head = weights.norm, weights.lm_head, None
         ops.norm_linear(b.logits, b.last_normed, last, *head, self._eps)  # [R, V]
 
