@@ -107,9 +107,7 @@ class DeviceRows:
         elif batch.new_entries:
             count = len(batch.new_entries)
             places, block_ids = self._places[self.stage], self._block_ids[self.stage]
-            places.numpy()[:count], block_ids.numpy()[:count] = zip(
-                *batch.new_entries, strict=True
-            )
+            places.numpy()[:count], block_ids.numpy()[:count] = zip(*batch.new_entries, strict=True)
             self._new_places[:count].copy_(places[:count], non_blocking=True)
             self._new_block_ids[:count].copy_(block_ids[:count], non_blocking=True)
             self._tables.view(-1).index_copy_(

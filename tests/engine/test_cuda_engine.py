@@ -96,6 +96,7 @@ def check_greedy(model_dir: Path, outputs: list[RequestOutput]) -> None:
         num_ties += int((lead > 0).sum())
         num_tokens += count
     del exact, rounded
+    torch._C._cuda_clearCublasWorkspaces()  # transformers' products
     torch.cuda.empty_cache()
     print(
         f"{num_ties} of {num_tokens} tokens are not the first choice of float32; the farthest is "
@@ -201,10 +202,11 @@ def test_a_pool_that_does_not_fit(tiny_model_dir: Path) -> None:
 def test_every_byte_comes_back(tiny_model_dir: Path) -> None:
     """Weights, pool, graphs and workspaces, over engines that follow each other."""
     free = []
+    before = torch.cuda.memory_allocated()
     for _ in range(4):
         with LLM(tiny_model_dir, device="cuda", num_blocks=2000) as llm:
             llm.generate(random_prompts(4, 5, 50), greedy(8))
-        assert torch.cuda.memory_allocated() == 0
+        assert torch.cuda.memory_allocated() == before
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
     assert free[-1] >= free[1] - 2**20, free
