@@ -220,6 +220,7 @@ class FakeEngine:
         known = {
             "num_running": len(self.live) - waiting,
             "num_waiting": waiting,
+            "max_num_seqs": 64,
             "num_blocks": 64,
             "num_free_blocks": 64 - len(self.live),
             "num_output_tokens": sum(stream.num_pushed for stream in self.streams),
