@@ -138,8 +138,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences with a slot, paused ones included."""
-        return len(self._running)
+        """Sequences with a slot: paused ones included, and ended ones behind the fence."""
+        return len(self._running) + len(self._fenced)
 
     def check_prompt_len(self, num_prompt_tokens: int) -> None:
         """Raises unless a prompt of this length can run. Reads constants only: any thread.
