@@ -98,8 +98,9 @@ async def test_memory_and_latency_stay_flat(
             f"{1e3 * first[1]:.2f} and {1e3 * last[1]:.2f} ms"
         )
     assert slope < MAX_SLOPE
-    # An engine that grows slower does so in both; another program on the machine need not.
-    assert last[0] < 1.25 * first[0] or last[1] < 1.25 * first[1]
+    # Processor time of a request is the engine's own; latency is other programs' as well.
+    assert last[1] < 1.25 * first[1]
+    assert last[0] < 2 * first[0]
 
 
 def speeds(samples: list[Sample]) -> tuple[float, float]:
