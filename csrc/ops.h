@@ -40,8 +40,9 @@ void rotary_embedding_store_kv(const Tensor& q, const Tensor& k, const Tensor& v
 // its first seq_lens[s] KV entries. out, q [T,num_heads,head_dim] bf16 (token stride free);
 // block_tables [S,max_blocks] i32; cu_seqlens_q [S+1] i32; seq_lens [S] i32. A query at position p
 // sees keys (p - sliding_window, p]; sliding_window <= 0 means all. Entries of block_tables past
-// ceil(seq_len/block_size) and cache slots past seq_len are never read. seq_len 0 with 0 queries is
-// legal. A row's result does not depend on the other sequences or on how the prompt was chunked.
+// ceil(seq_len/block_size) are never read, cache slots past seq_len never used (they may hold NaN).
+// seq_len 0 with 0 queries is legal. A row's result does not depend on the other sequences or on
+// how the prompt was chunked.
 void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
                      const Tensor& v_cache, const Tensor& block_tables, const Tensor& cu_seqlens_q,
                      const Tensor& seq_lens, float softmax_scale, int sliding_window);

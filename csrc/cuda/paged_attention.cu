@@ -30,11 +30,13 @@
 //     In both each warp merges its rows' splits as it goes; the merged total waits in shared
 //     memory.
 //
-//   attend_splits_kernel      A block takes up to 16 rows of one query and kv head after the other,
-//     through a ring that goes on into the next run of splits. Of a tile each of its four warps
-//     multiplies 16 keys with q, and then p, of all 64 keys, with a quarter of v's columns:
+//   attend_splits_kernel      A block takes up to 16 rows of one query and kv head after the other.
+//     A fifth warp copies: it finds the queries, walks their block tables and, from sm_90 on, asks
+//     the copy engine for 16 keys of the head at a time. Its ring goes on into the next run of
+//     splits. Of a tile each of the other four warps multiplies 16 keys with q, and then p, of all
+//     64 keys, with a quarter of v's columns:
 //
-//       memory --cp.async--> [k, v, q] [k, v] [k, v] [k, v, q of the next run] ..
+//       memory --copies--> [k, v, q] [k, v] [k, v] [k, v, q of the next run] ..  --> four warps
 //
 //     The splits of all queries, laid end to end, are cut into equal ranges, one for every group of
 //     blocks; the blocks of a group take one kv head each.
@@ -49,7 +51,11 @@
 // A row's bits depend on the row alone, however its prompt was cut and whatever runs beside it:
 // boundaries are absolute, a row of a product does not see the other rows, mma and wgmma round
 // alike, keys that a row may not see add p = 0, and merging is the same fused multiply-adds
-// wherever it is done. (v must be finite.)
+// wherever it is done.
+//
+// What may lie in the caches. Of a block of 16 keys that is partly seen all may be fetched; what is
+// not seen, NaN too, is replaced by zeros or hidden by the mask. In row tiles v must be finite in
+// front of a row's window, where other rows see it.
 //
 // Work list. The grids depend on the sizes of the tensors alone, so a graph can hold them; warps
 // find their work by scanning the lengths, 32 sequences at a time, and blocks without any end. A
@@ -62,11 +68,12 @@
 //
 // Memory (head_dim 64 | 128). Row tiles on wgmma: 512 threads of 128 registers (160 to compute, 32
 // to copy) | 384 of 168 (232, 40), 144 | 192 KiB of shared memory, one block per SM. Row tiles: 128
-// threads of 254 | 222, 80 | 96 KiB, two. Splits: 128 threads of 142 | 174, 72 | 108 KiB, three |
-// two. Workspace: min(group, 16) * (head_dim + 2) floats for each split. If those of all splits
-// would not fit, ranges end with queries and nothing is divided: as right, less parallel.
+// threads of 254 | 222, 80 | 96 KiB, two. Splits: 160 threads of 140, 111 KiB, two. Workspace:
+// min(group, 16) * (head_dim + 2) floats for each split. If those of all splits would not fit,
+// ranges end with queries and nothing is divided: as right, less parallel.
+#include <cuda.h>
+
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
@@ -76,6 +83,7 @@
 #include "launch.cuh"
 #include "ops.h"
 #include "tensor_cores.cuh"
+#include "tensor_map.h"
 #include "workspace.h"
 
 namespace tinyvllm::cuda {
@@ -89,6 +97,8 @@ constexpr int kBlockRows = 16;  // of an mma, and keys that surely lie in one bl
 constexpr int kTileBlocks = kTileKeys / kBlockRows;
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
+constexpr int kPanelBytes =
+    kTileKeys * 128;  // 64 columns of k or of v, as they lie in shared memory
 constexpr float kNone = -INFINITY;
 constexpr unsigned kAllLanes = ~0u;
 
@@ -109,9 +119,10 @@ struct Sizes {
 // run that begins there.
 template <int kHeadDim, int kRing>
 struct SplitSizes {
+  static constexpr int kThreads = (kWarps + 1) * 32;  // the last warp copies
+  static constexpr int kBlocksPerSM = 2;
   static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
   static constexpr int kSlotBytes = 2 * kTileBytes + kBlockRows * kHeadDim * 2;
-  static constexpr int blocks_per_sm(int halves) { return kHeadDim == 64 && halves == 1 ? 3 : 2; }
   static constexpr int kColumns = kHeadDim / kWarps;  // of acc, that a warp sums
   static constexpr int kSharedBytes = kRing * kSlotBytes;
 };
@@ -125,8 +136,8 @@ struct AttentionParams {
   const int32_t* cu_seqlens_q;   // [S + 1]
   const int32_t* seq_lens;       // [S]
   float* parts;                  // [max_slots, part_floats]: acc [rows, head_dim], (m, l) [rows, 2]
-  int32_t* first_splits;         // [queries, head_units]: splits in the first part of each
-  uint32_t* counters;            // [queries, head_units]: splits that are done, 0 between calls
+  uint32_t* counters;            // [queries, head_units], 0 between calls: splits that are done
+                                 // and, from bit 16 on, of them those in the first part
   int64_t out_stride, q_stride, table_stride;
   int num_seqs, num_kv_heads, group;
   int head_units;   // num_kv_heads * ceil(group / 16): what a warp takes of a query
@@ -136,6 +147,14 @@ struct AttentionParams {
   int max_counters;
   bool only_splits;  // every query is a query of its own, there are no row tiles
   float scale_log2;  // softmax_scale * log2(e)
+};
+
+// Of attend_splits_kernel.
+struct SplitParams {
+  // Before sm_90 unused. [num_blocks * block_size, num_kv_heads * head_dim], boxes of 16 x 64,
+  // which become 16 rows of 128 swizzled bytes.
+  CUtensorMap k_map, v_map;
+  AttentionParams attention;
 };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
@@ -190,13 +209,16 @@ __device__ __forceinline__ void load_queries(Fragment4 (&q)[kHeadDim / 16], uint
   for (int k = 0; k < kHeadDim / 16; ++k) load_matrices(q[k], address ^ (k * 32));
 }
 
+// Tiles of keys, and of values, lie in panels of 64 columns: rows of 128 bytes, their chunks
+// swizzled.
+
 // Columns 16 * block .. of s: the products with 16 keys.
 template <int kHeadDim, int kBlocks>
 __device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4], int block,
                                            const QueryFragments<kHeadDim, kBlocks>& q,
                                            uint32_t keys) {
   const int lane = lane_id(), row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
-  const uint32_t address = keys + row * Sizes<kHeadDim>::kRowBytes + ((chunk ^ (lane % 8)) * 16);
+  const uint32_t address = keys + row * 128 + ((chunk ^ (lane % 8)) * 16);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -205,7 +227,7 @@ __device__ __forceinline__ void score_keys(float (&s)[kBlocks][kTileKeys / 8][4]
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     Fragment4 f;
-    load_matrices(f, address ^ (k * 32));
+    load_matrices(f, (address ^ (k % 4 * 32)) + k / 4 * kPanelBytes);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       multiply_add(s[b][2 * block], q[b][k], f[0], f[1]);
@@ -220,11 +242,11 @@ __device__ __forceinline__ void add_values(Rows<kHeadDim, kBlocks>& rows,
                                            const Fragment4 (&p)[kBlocks][kTileBlocks], int block,
                                            uint32_t values) {
   const int lane = lane_id(), row = lane % 16, chunk = lane / 16;
-  const uint32_t address = values + row * Sizes<kHeadDim>::kRowBytes + ((chunk ^ (lane % 8)) * 16);
+  const uint32_t address = values + row * 128 + ((chunk ^ (lane % 8)) * 16);
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
     Fragment4 f;
-    load_matrices_transposed(f, address ^ (d * 32));
+    load_matrices_transposed(f, (address ^ (d % 4 * 32)) + d / 4 * kPanelBytes);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       multiply_add(rows.acc[b][2 * d], p[b][block], f[0], f[1]);
@@ -356,6 +378,18 @@ __device__ __forceinline__ int split_begin(int split) {
   return split < kFine ? split * kFineSplit : kFineTiles + (split - kFine) * kCoarseSplit;
 }
 
+// Of a sequence, as they are in memory.
+struct Lengths {
+  int q_begin, q_end, seq_len;
+
+  __device__ Lengths(const AttentionParams& p, int s) {
+    s = min(s, p.num_seqs - 1);
+    q_begin = __ldg(p.cu_seqlens_q + s);
+    q_end = __ldg(p.cu_seqlens_q + s + 1);
+    seq_len = __ldg(p.seq_lens + s);
+  }
+};
+
 // What a sequence asks of the kernels. The queries that go by splits are alike: each is given the
 // tiles that any of them sees.
 struct Sequence {
@@ -367,11 +401,13 @@ struct Sequence {
   __device__ Sequence()
       : q_begin(0), q_len(0), seq_len(0), queries(0), num_tiles(0), row_tiles(0) {}
 
-  __device__ Sequence(const AttentionParams& p, int s, int tile_rows) : Sequence() {
+  // Nothing behind the last sequence.
+  __device__ Sequence(const AttentionParams& p, const Lengths& lengths, int s, int tile_rows)
+      : Sequence() {
     if (s >= p.num_seqs) return;
-    q_begin = __ldg(p.cu_seqlens_q + s);
-    q_len = max(0, __ldg(p.cu_seqlens_q + s + 1) - q_begin);
-    seq_len = __ldg(p.seq_lens + s);
+    q_begin = lengths.q_begin;
+    q_len = max(0, lengths.q_end - q_begin);
+    seq_len = lengths.seq_len;
     if (q_len == 1 || p.only_splits) {
       queries = q_len;
       first_tile = first_visible(p, seq_len - q_len) / kTileKeys;
@@ -399,7 +435,7 @@ struct Sequence {
 class Sequences {
  public:
   __device__ Sequences(const AttentionParams& params, int tile_rows)
-      : p_(params), tile_rows_(tile_rows) {}
+      : p_(params), tile_rows_(tile_rows), next_(params, lane_id()) {}
 
   // The sequence of row tile `i` of all, counted once a kv head. False when there are not so many.
   __device__ bool find_row_tile(int i) { return find(i, row_tiles_); }
@@ -411,25 +447,35 @@ class Sequences {
   int row_tiles_before, tiles_before, queries_before, splits_before;  // in the sequences before it
 
  private:
-  // A running sum: at the end of the 32, and up to and with this lane's sequence.
+  // Of the sequences before the 32, of the 32, and up to and with this lane's.
   struct Sum {
-    int end = 0, past = 0;
+    int before = 0, all = 0, past;
 
-    __device__ void add(int x) {
-      past = end + scan_lanes(x);
-      end = __shfl_sync(kAllLanes, past, 31);
+    __device__ void advance(int x) {
+      before += all;
+      all = __reduce_add_sync(kAllLanes, x);
     }
+    __device__ void scan(int x) { past = before + scan_lanes(x); }
   };
 
   __device__ bool find(int i, const Sum& sum) {
-    while (i >= sum.end) {
+    bool scanned = true;
+    while (i >= sum.before + sum.all) {
       if (first_seq_ + 32 >= p_.num_seqs) return false;
       first_seq_ += 32;
-      mine_ = Sequence(p_, first_seq_ + lane_id(), tile_rows_);
-      row_tiles_.add(mine_.row_tiles);
-      tiles_.add(mine_.queries * mine_.num_tiles);
-      queries_.add(mine_.queries);
-      splits_.add(mine_.queries * mine_.num_splits());
+      mine_ = Sequence(p_, next_, first_seq_ + lane_id(), tile_rows_);
+      next_ = Lengths(p_, first_seq_ + 32 + lane_id());
+      row_tiles_.advance(mine_.row_tiles);
+      tiles_.advance(mine_.queries * mine_.num_tiles);
+      queries_.advance(mine_.queries);
+      splits_.advance(mine_.queries * mine_.num_splits());
+      scanned = false;
+    }
+    if (!scanned) {
+      row_tiles_.scan(mine_.row_tiles);
+      tiles_.scan(mine_.queries * mine_.num_tiles);
+      queries_.scan(mine_.queries);
+      splits_.scan(mine_.queries * mine_.num_splits());
     }
     const int lane = __popc(__ballot_sync(kAllLanes, sum.past <= i));
     seq = first_seq_ + lane;
@@ -452,6 +498,7 @@ class Sequences {
   const int tile_rows_;
   int first_seq_ = -32;  // of the 32
   Sequence mine_;
+  Lengths next_;  // of the 32 after them
   Sum row_tiles_, tiles_, queries_, splits_;
 };
 
@@ -488,25 +535,19 @@ class BlockCopier {
            (within * token_elements_ + lane_offset_);
   }
 
-  // Of the 16 keys those in [from, to); what is not there becomes zeros. The rows are of 16-byte
-  // chunks, 8 of them with kPanels: then chunks 8 .. 15 lie a panel, a tile of 128-byte rows,
-  // behind.
-  template <bool kPanels = false>
+  // What is not there becomes zeros. `place` is where the 16 rows of the first panel go.
   __device__ __forceinline__ void copy(uint32_t place, const __nv_bfloat16* cache, int64_t offset,
-                                       int key, int from = 0, int to = INT_MAX) const {
-    constexpr int kRowBytes = kPanels ? 128 : kHeadDim * 2;
+                                       int key) const {
     const __nv_bfloat16* x = cache + offset;
-    const bool whole =
-        key >= first_ && key + kBlockRows <= past_ && key >= from && key + kBlockRows <= to;
-    if (kPanels) place += chunk_ / 8 * (kTileKeys * 128);
+    const bool whole = key >= first_ && key + kBlockRows <= past_;
+    place += chunk_ / 8 * kPanelBytes;
 #pragma unroll
     for (int i = 0; i < kBlockRows; i += kRows) {
       const int row = row_ + i, at = key + row;
-      const int chunk = kPanels ? chunk_ % 8 : chunk_;
-      const uint32_t here = place + row * kRowBytes + ((chunk ^ (row % 8)) * 16);
+      const uint32_t here = place + row * 128 + ((chunk_ % 8 ^ (row % 8)) * 16);
       if (whole) {
         copy_16_async(here, x);
-      } else if (at >= from && at < to) {
+      } else {
         copy_16_async(here, x, at >= first_ && at < past_);
       }
       x += kRows * token_elements_;
@@ -730,8 +771,8 @@ class RowTiles {
     for (int i = 0; i < kTileKeys; i += kBlockRows) {
       const int key = tile * kTileKeys + i;
       const int64_t offset = copier_.offset_of(key);
-      copier_.copy(to + i * Size::kRowBytes, p_.k_cache, offset, key);
-      copier_.copy(to + i * Size::kRowBytes + Size::kTileBytes, p_.v_cache, offset, key);
+      copier_.copy(to + i * 128, p_.k_cache, offset, key);
+      copier_.copy(to + i * 128 + Size::kTileBytes, p_.v_cache, offset, key);
     }
   }
 
@@ -742,7 +783,7 @@ class RowTiles {
     float s[kBlocks][kTileKeys / 8][4];
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      score_keys<kHeadDim, kBlocks>(s, i, q, stage + i * kBlockRows * Size::kRowBytes);
+      score_keys<kHeadDim, kBlocks>(s, i, q, stage + i * kBlockRows * 128);
     }
     Fragment4 p[kBlocks][kTileBlocks];
     if (masked) {
@@ -752,8 +793,7 @@ class RowTiles {
     }
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      add_values<kHeadDim, kBlocks>(rows, p, i,
-                                    stage + Size::kTileBytes + i * kBlockRows * Size::kRowBytes);
+      add_values<kHeadDim, kBlocks>(rows, p, i, stage + Size::kTileBytes + i * kBlockRows * 128);
     }
   }
 
@@ -850,7 +890,6 @@ class WgmmaRowTiles {
   using Size = WgmmaSizes<kHeadDim>;
   static constexpr int kStages = Size::kStages;
   static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
-  static constexpr int kPanelBytes = kTileKeys * 128;  // 64 columns of it
   static constexpr int kCopyRegisters = kHeadDim == 64 ? 32 : 40;
   static constexpr int kRegisters = kHeadDim == 64 ? 160 : 232;
 
@@ -896,8 +935,8 @@ class WgmmaRowTiles {
       for (int row = 0; row < kTileKeys; row += kBlockRows) {
         const int key = (tile.begin + i) * kTileKeys + row;
         const int64_t offset = copier.offset_of(key);
-        copier.template copy<true>(to + row * 128, p.k_cache, offset, key);
-        copier.template copy<true>(to + row * 128 + Size::kTileBytes, p.v_cache, offset, key);
+        copier.copy(to + row * 128, p.k_cache, offset, key);
+        copier.copy(to + row * 128 + Size::kTileBytes, p.v_cache, offset, key);
       }
       // Arrives once this thread's copies have.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + stage * 8)
@@ -1034,40 +1073,61 @@ class WgmmaRowTiles {
 
 // ---- Splits -------------------------------------------------------------------------------------
 
+constexpr int kMaxSplits = 0xffff;  // that a counter counts
+
 // How the queries' splits are divided over groups of blocks: group g takes the splits that begin in
 // its range of the tiles of all queries.
 struct Division {
-  int64_t tiles;
-  int groups;
+  int tiles, groups;
   bool divided;  // else ranges end with queries
 
-  // All lanes together.
-  __device__ explicit Division(const AttentionParams& p) {
-    int lane_tiles = 0, lane_splits = 0, lane_queries = 0;
-    for (int s = lane_id(); s < p.num_seqs; s += 32) {
-      const Sequence sequence(p, s, 1);
-      lane_tiles += sequence.queries * sequence.num_tiles;
-      lane_splits += sequence.queries * sequence.num_splits();
-      lane_queries += sequence.queries;
+  // All threads together; sums is shared memory.
+  template <int kAllWarps>
+  __device__ Division(const AttentionParams& p, int (&sums)[kAllWarps][4]) {
+    int thread_tiles = 0, thread_splits = 0, thread_queries = 0;
+#pragma unroll 1
+    for (int s = threadIdx.x; s < p.num_seqs; s += kAllWarps * 32) {
+      const Sequence sequence(p, Lengths(p, s), s, 1);
+      thread_tiles += sequence.queries * sequence.num_tiles;
+      thread_splits += sequence.queries * sequence.num_splits();
+      thread_queries += sequence.queries;
     }
-    tiles = __reduce_add_sync(kAllLanes, lane_tiles);
-    const int splits = __reduce_add_sync(kAllLanes, lane_splits);
-    const int queries = __reduce_add_sync(kAllLanes, lane_queries);
-    groups = max(1, min(static_cast<int>(gridDim.x) / p.head_units, splits));
-    divided = static_cast<int64_t>(splits) * p.head_units <= p.max_slots &&
+    tiles = __reduce_add_sync(kAllLanes, thread_tiles);
+    int splits = __reduce_add_sync(kAllLanes, thread_splits);
+    int queries = __reduce_add_sync(kAllLanes, thread_queries);
+    if (lane_id() == 0) {
+      *reinterpret_cast<int4*>(sums[threadIdx.x / 32]) = {tiles, splits, queries, 0};
+    }
+    __syncthreads();
+    tiles = splits = queries = 0;
+#pragma unroll
+    for (int warp = 0; warp < kAllWarps; ++warp) {
+      const int4 sum = *reinterpret_cast<const int4*>(sums[warp]);
+      tiles += sum.x;
+      splits += sum.y;
+      queries += sum.z;
+    }
+    groups = max(1, min(static_cast<int>(gridDim.z), splits));
+    divided = splits <= kMaxSplits && static_cast<int64_t>(splits) * p.head_units <= p.max_slots &&
               static_cast<int64_t>(queries) * p.head_units <= p.max_counters;
   }
 
-  __device__ int begin_of(int group) const { return static_cast<int>(tiles * group / groups); }
+  // tiles * group / groups
+  __device__ int begin_of(int group) const {
+    const unsigned whole = static_cast<unsigned>(tiles) / groups;
+    const unsigned rest = static_cast<unsigned>(tiles) % groups;
+    return static_cast<int>(whole * group + rest * group / groups);
+  }
 };
 
 // Up to 16 rows: query heads of one token that share a kv head.
 struct HeadUnit {
   int index, kv_head, first_head, rows;
 
-  __device__ HeadUnit(const AttentionParams& p, int i) : index(i) {
-    const int units = p.head_units / p.num_kv_heads, first_row = i % units * kBlockRows;
-    kv_head = i / units;
+  // The grid is [groups, num_kv_heads, units of a kv head].
+  __device__ explicit HeadUnit(const AttentionParams& p) : kv_head(blockIdx.y) {
+    const int first_row = static_cast<int>(blockIdx.x) * kBlockRows;
+    index = kv_head * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
     first_head = kv_head * p.group + first_row;
     rows = min(kBlockRows, p.group - first_row);
   }
@@ -1087,26 +1147,24 @@ struct alignas(16) Run {
   __device__ bool whole() const { return splits == total; }
 };
 
-// Finds the runs of a block; every warp does it for itself. Not inlined, so that what it remembers
-// stays out of the registers of the loops that it is called from, rarely.
+// Finds the runs of a block.
 class RunFinder {
  public:
   __device__ RunFinder(const AttentionParams& params, const Division& division, int group, int unit)
-      : p_(params),
-        divided_(division.divided),
-        unit_(unit),
-        next_tile_(division.begin_of(group)),
-        past_tile_(division.begin_of(group + 1)),
-        sequences_(params, 1) {}
+      : p_(params), divided_(division.divided), unit_(unit), sequences_(params, 1) {
+    if (group >= division.groups) return;
+    next_tile_ = division.begin_of(group);
+    past_tile_ = division.begin_of(group + 1);
+  }
 
   int seq;  // of the run found
 
   // False at the end of the range. All lanes together.
-  __device__ __noinline__ bool next(Run& run) {
+  __device__ __forceinline__ bool next(Run& run) {
     while (next_tile_ < past_tile_ && sequences_.find_tile(next_tile_)) {
       const Sequence& sequence = sequences_.sequence;
-      const int num_tiles = sequence.num_tiles;
-      const int query = (next_tile_ - sequences_.tiles_before) / num_tiles;
+      const int num_tiles = sequence.num_tiles, within = next_tile_ - sequences_.tiles_before;
+      const int query = sequence.queries > 1 ? within / num_tiles : 0;
       const int origin = sequences_.tiles_before + query * num_tiles;
       int tile = sequence.next_split(next_tile_ - origin);
       int past = sequence.next_split(min(num_tiles, past_tile_ - origin));
@@ -1140,118 +1198,291 @@ class RunFinder {
   const AttentionParams& p_;
   const bool divided_;
   const int unit_;
-  int next_tile_;  // where the next run may begin
-  const int past_tile_;
+  int next_tile_ = 0, past_tile_ = 0;  // where the next run may begin
   Sequences sequences_;
 };
 
-// Writes the stream of a block into its ring: the k and v of each tile of its runs (a run without a
-// key has one tile, all of it hidden), and with the first of them the run's q.
-template <int kHeadDim, int kRing>
-class SplitProducer {
-  using Size = SplitSizes<kHeadDim, kRing>;
-  static constexpr int kChunks = Sizes<kHeadDim>::kChunks;
-  static constexpr int kRows = kThreads / kChunks;  // that the block copies at a time
+// The ring through which the warp that copies feeds those that compute. A slot is full when its
+// copies are there, and empty again when the four warps say so.
+template <int kRing>
+struct SplitRing {
+  Run runs[kRing];  // of the slots with which a run begins
+  uint64_t full[kRing], empty[kRing];
+  bool has_work;
 
- public:
-  __device__ SplitProducer(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
-                           uint32_t ring, Run* runs)
-      : p_(params),
-        unit_(unit),
-        finder_(finder),
-        ring_(ring),
-        runs_(runs),
-        copier_(params, threadIdx.x / kChunks, threadIdx.x % kChunks) {}
-
-  // Asks for what is older than this step's kernels: of the first run the keys that were there
-  // before. The first steps leave those out.
-  __device__ void prefetch() {
-    find_run();
-    for (int i = 0; i < kRing - 1 && tile_ + i * kTileKeys < past_key_; ++i) {
-      copy_tile(i, tile_ + i * kTileKeys, 0, run_.first_new);
-    }
-    num_prefetched_ = kRing - 1;
+  __device__ __forceinline__ uint32_t full_of(int slot) const {
+    return shared_address(full + slot);
+  }
+  __device__ __forceinline__ uint32_t empty_of(int slot) const {
+    return shared_address(empty + slot);
   }
 
-  // Fills the next slot, in a group of copies of its own.
-  __device__ __forceinline__ void step() {
-    if (run_.token >= 0) {
-      if (opens_) copy_queries(ring_ + slot_ * Size::kSlotBytes + 2 * Size::kTileBytes);
-      copy_tile(slot_, tile_, num_prefetched_ > 0 ? run_.first_new : 0, INT_MAX);
-      --num_prefetched_;
+  // One thread, before all others.
+  __device__ __forceinline__ void open(const SplitParams& params) {
+#if TINYVLLM_BULK_COPY
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&params.k_map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&params.v_map) : "memory");
+#endif
+    for (int i = 0; i < kRing; ++i) {
+      barrier_init(full_of(i), 1);
+      barrier_init(empty_of(i), kWarps);
     }
-    if (opens_ && threadIdx.x == 0) runs_[slot_] = run_;
-    commit_copies();
-    slot_ = slot_ + 1 == kRing ? 0 : slot_ + 1;
-    if (run_.token < 0) return;
-    opens_ = false;
-    tile_ += kTileKeys;
-    if (tile_ >= past_key_) {
-      find_run();
-      num_prefetched_ = 0;
+    fence_barrier_init();
+  }
+
+  // All threads of the block: false when there is nothing for it to do, else what kernels before
+  // this one stored may be read from here on.
+  __device__ __forceinline__ bool starts(const AttentionParams& p) const {
+    asm volatile("bar.sync 0, %0;" ::"n"((kWarps + 1) * 32) : "memory");
+    if (!has_work) return false;
+    // Row tiles, which let this kernel start, have waited for all before them, and nothing here
+    // depends on them.
+    if (p.only_splits) wait_for_previous_kernels();
+    return true;
+  }
+};
+
+// Copies what a sequence's block table says, 16 keys at a time. The whole warp calls this.
+template <int kHeadDim>
+class KeyCopier {
+  static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
+
+ public:
+  __device__ KeyCopier(const SplitParams& params, const HeadUnit& unit)
+      : params_(params), p_(params.attention), column_(unit.kv_head * kHeadDim) {
+#if TINYVLLM_BULK_COPY
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(read_once_));
+#endif
+  }
+
+  // Of sequence `seq` keys [first, past), from `begin` on.
+  __device__ __forceinline__ void open(int seq, int first, int begin, int past) {
+    table_ = p_.block_tables + seq * p_.table_stride;
+    first_block_ = first >> p_.block_shift;
+    past_block_ = (past + (1 << p_.block_shift) - 1) >> p_.block_shift;
+    base_ = begin >> p_.block_shift;
+    entry_ = entry_of(base_ + lane_id());
+    next_entry_ = entry_of(base_ + 32 + lane_id());
+  }
+
+  // Blocks [from, to) of 16 keys of the tile that begins with key `tile`, k and v. Only within the
+  // first 32 entries of the table may a tile lie before the one asked for last.
+  __device__ __forceinline__ void copy(uint32_t slot, int tile, int from, int to, uint32_t full) {
+    if ((tile >> p_.block_shift) - base_ >= 32) {
+      base_ += 32;
+      entry_ = next_entry_;
+      next_entry_ = entry_of(base_ + 32 + lane_id());
     }
+    int rows[kTileBlocks];  // of the caches
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+      const int key = tile + i * kBlockRows;
+      const int id = __shfl_sync(kAllLanes, entry_, (key >> p_.block_shift) - base_);
+      rows[i] = (id << p_.block_shift) + (key & ((1 << p_.block_shift) - 1));
+    }
+#if TINYVLLM_BULK_COPY
+    if (elect_lane()) {
+#pragma unroll
+      for (int i = 0; i < kTileBlocks; ++i) {
+        if (i < from || i >= to) continue;
+#pragma unroll
+        for (int panel = 0; panel < kHeadDim / 64; ++panel) {
+          const uint32_t place = slot + panel * kPanelBytes + i * kBlockRows * 128;
+          copy_box(place, params_.k_map, column_ + panel * 64, rows[i], full);
+          copy_box(place + kTileBytes, params_.v_map, column_ + panel * 64, rows[i], full);
+        }
+      }
+    }
+    __syncwarp();
+#else
+    constexpr int kChunks = Sizes<kHeadDim>::kChunks, kRows = 32 / kChunks;
+    const int chunk = lane_id() % kChunks;
+    const int64_t stride = p_.num_kv_heads * kHeadDim;
+    slot += chunk / 8 * kPanelBytes;
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+      if (i < from || i >= to) continue;
+      int64_t offset = (rows[i] + lane_id() / kChunks) * stride + column_ + chunk * 8;
+#pragma unroll
+      for (int j = 0; j < kBlockRows; j += kRows) {
+        const int at = lane_id() / kChunks + j;
+        const uint32_t place = slot + (i * kBlockRows + at) * 128 + (chunk % 8 ^ (at % 8)) * 16;
+        copy_16_async(place, p_.k_cache + offset);
+        copy_16_async(place + kTileBytes, p_.v_cache + offset);
+        offset += kRows * stride;
+      }
+    }
+#endif
   }
 
  private:
-  __device__ __forceinline__ void find_run() {
-    opens_ = true;
-    Run found;  // what a call may write to would not be held in registers
-    const bool any = finder_.next(found);
-    run_ = found;
-    if (!any) {
-      run_.token = -1;
-      past_key_ = tile_ = 0;
-      return;
-    }
-    past_key_ = run_.end;
-    tile_ = run_.begin;
-    copier_.open(finder_.seq, unit_.kv_head, first_visible(p_, run_.position), past_key_);
+  __device__ __forceinline__ int entry_of(int i) const {
+    return i >= first_block_ && i < past_block_ ? __ldg(table_ + i) : 0;
   }
 
-  // Keys [from, to) of the tile.
-  __device__ __forceinline__ void copy_tile(int slot, int tile, int from, int to) {
-    const uint32_t place = ring_ + slot * Size::kSlotBytes;
-#pragma unroll 1  // a lone query waits longest for code that is not in the instruction cache
-    for (int i = 0; i < kTileKeys; i += kBlockRows) {
-      const int key = tile + i;
-      if (key >= past_key_ || key + kBlockRows <= from || key >= to) continue;
-      const int64_t offset = copier_.offset_of(key);
-      const uint32_t rows = place + i * kHeadDim * 2;
-      copier_.copy(rows, p_.k_cache, offset, key, from, to);
-      copier_.copy(rows + Size::kTileBytes, p_.v_cache, offset, key, from, to);
-    }
+#if TINYVLLM_BULK_COPY
+  // True in one lane of the warp: the compiler knows that, and asks without a loop over lanes.
+  static __device__ __forceinline__ bool elect_lane() {
+    uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(elected));
+    return elected != 0;
   }
 
-  __device__ __forceinline__ void copy_queries(uint32_t to) {
-    const __nv_bfloat16* q = p_.q + run_.token * p_.q_stride + unit_.first_head * kHeadDim;
+  __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int column, int row,
+                                           uint32_t barrier) const {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(read_once_)
+        : "memory");
+  }
+
+  uint64_t read_once_;  // a hint to L2
+#endif
+
+  const SplitParams& params_;
+  const AttentionParams& p_;
+  const int column_;
+  const int32_t* table_;
+  int first_block_, past_block_;
+  int base_, entry_, next_entry_;  // lane l holds entries base_ + l and base_ + 32 + l
+};
+
+// The warp that writes the stream of a block into its ring: the k and v of each tile of its runs (a
+// run without a key has one tile, all of it hidden), and with the first of them the run's q.
+template <int kHeadDim, int kRing>
+class SplitProducer {
+  using Size = SplitSizes<kHeadDim, kRing>;
+  static_assert(kRing * kTileBlocks <= 32, "the old keys of a ring lie in 32 entries of a table");
+
+ public:
+  __device__ SplitProducer(const SplitParams& params, const HeadUnit& unit, uint32_t slots,
+                           SplitRing<kRing>& ring)
+      : p_(params.attention), unit_(unit), slots_(slots), ring_(ring), copier_(params, unit) {}
+
+  // False when there is nothing to do for this block.
+  __device__ __forceinline__ bool produce(const Division& division) {
+    const int lane = lane_id();
+    const int group = blockIdx.z;
+    RunFinder finder(p_, division, group, unit_.index);
+    Run run;
+    int slot = 0, parity = 1, prefetched = 0;
+    for (bool first = true;; first = false) {
+      const bool found = finder.next(run);
+      const int begin = run.begin, end = run.end, first_new = run.first_new;
+      const int first_key = first_visible(p_, run.position);
+      if (found) copier_.open(finder.seq, first_key, begin, end);
+      if (first) {
+        // What is older than this step's kernels: of the first run the keys that were there before.
+        if (found) {
+          for (; prefetched < kRing; ++prefetched) {
+            const int tile = begin + prefetched * kTileKeys;
+            if (tile >= end) break;
+            const int past = min(past_block(tile, end), old_block(tile, first_new));
+            copier_.copy(slots_ + prefetched * Size::kSlotBytes, tile, first_block(tile, first_key),
+                         past, ring_.full_of(prefetched));
+          }
+        }
+        if (lane == 0) ring_.has_work = found || group == 0;
+        if (!ring_.starts(p_)) return false;
+        let_next_kernel_start();
+      }
+      if (!found) break;
+      int tile = begin;
+      do {
+        const uint32_t place = slots_ + slot * Size::kSlotBytes, full = ring_.full_of(slot);
+        barrier_wait(ring_.empty_of(slot), parity);
+        const int from = first_block(tile, first_key), past = past_block(tile, end);
+        int next = from;
+        if (prefetched > 0) {
+          next = max(from, old_block(tile, first_new));
+          --prefetched;
+        }
+        copier_.copy(place, tile, next, past, full);
+        if (tile == begin) {
+          copy_queries(place + 2 * Size::kTileBytes, run.token);
+          if (lane == 0) ring_.runs[slot] = run;
+          arrive_with_copies(full);
+        } else if (!TINYVLLM_BULK_COPY) {
+          arrive_with_copies(full);
+        }
+        __syncwarp();
+        if (lane == 0) {
+          if (TINYVLLM_BULK_COPY) {
+            barrier_expect(full, max(0, past - from) * (2 * kBlockRows * kHeadDim * 2));
+          } else {
+            barrier_arrive(full);
+          }
+        }
+        slot = slot + 1 == kRing ? 0 : slot + 1;
+        if (slot == 0) parity ^= 1;
+        tile += kTileKeys;
+      } while (tile < end);
+    }
+    barrier_wait(ring_.empty_of(slot), parity);
+    if (lane == 0) {
+      ring_.runs[slot].token = -1;
+      barrier_arrive(ring_.full_of(slot));
+    }
+    wait_copies<0>();  // no thread ends before its copies
+    return true;
+  }
+
+ private:
+  // Of the tile's blocks of 16 keys: the first with a key that is seen, the one after the last, and
+  // the first with a key that this step stored.
+  static __device__ __forceinline__ int first_block(int tile, int first_key) {
+    return max(0, first_key - tile) / kBlockRows;
+  }
+  static __device__ __forceinline__ int past_block(int tile, int end) {
+    return min(kTileBlocks, (end - tile + kBlockRows - 1) / kBlockRows);
+  }
+  static __device__ __forceinline__ int old_block(int tile, int first_new) {
+    return max(0, first_new - tile) / kBlockRows;
+  }
+
+  // The barrier counts this lane's copies as one arrival more, once they are there.
+  static __device__ __forceinline__ void arrive_with_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+  }
+
+  __device__ __forceinline__ void copy_queries(uint32_t to, int token) const {
+    constexpr int kChunks = Sizes<kHeadDim>::kChunks, kRows = 32 / kChunks;
+    const int chunk = lane_id() % kChunks;
+    const __nv_bfloat16* q = p_.q + token * p_.q_stride + unit_.first_head * kHeadDim + chunk * 8;
 #pragma unroll
     for (int i = 0; i < kBlockRows; i += kRows) {
-      const int row = threadIdx.x / kChunks + i, chunk = threadIdx.x % kChunks;
-      copy_16_async(to + row * kHeadDim * 2 + ((chunk ^ (row % 8)) * 16),
-                    q + row * kHeadDim + chunk * 8, row < unit_.rows);
+      const int row = lane_id() / kChunks + i;
+      copy_16_async(to + row * kHeadDim * 2 + ((chunk ^ (row % 8)) * 16), q + row * kHeadDim,
+                    row < unit_.rows);
     }
   }
 
   const AttentionParams& p_;
   const HeadUnit& unit_;
-  RunFinder& finder_;
-  const uint32_t ring_;
-  Run* const runs_;
-  BlockCopier<kHeadDim, kRows> copier_;
-  Run run_;  // that is being written
-  bool opens_;
-  int slot_ = 0, num_prefetched_;
-  int past_key_, tile_;  // of the run, and where it is
+  const uint32_t slots_;
+  SplitRing<kRing>& ring_;
+  KeyCopier<kHeadDim> copier_;
 };
 
-// What the warps of a block tell each other about a tile.
+// A query of which a block did some splits. There are two at most: where its range begins and where
+// it ends.
+struct Divided {
+  int token, slot, query, splits, total;
+  int first_splits;  // in the first part, if that is this block's; 0. Then those of the block that
+                     // did it, if this one merges; 0
+};
+
+// What the warps of a block tell each other.
 template <int kHeadDim, int kHalves, int kRing>
 struct SplitShared {
-  Run runs[kRing];
-  float max[kBlockRows][kWarps];        // of the 16 keys of each warp
+  SplitRing<kRing> ring;
+  float max[kBlockRows][kWarps];        // of a tile: those of the 16 keys of each warp
   float sum[kWarps][kHalves][32];       // the same, of each lane
   uint32_t p[kWarps][32][2 * kHalves];  // fragments of the a side
-  bool last[2];
+  alignas(16) int sums[kWarps + 1][4];  // of Division
+  Divided divided[2];
 };
 
 template <int kHeadDim, int kHalves, int kRing>
@@ -1261,26 +1492,16 @@ class Splits {
   static constexpr int kColumns = Size::kColumns;
 
  public:
-  __device__ Splits(const AttentionParams& params, const HeadUnit& unit, RunFinder& finder,
-                    uint32_t ring, Shared& shared)
-      : p_(params),
-        unit_(unit),
-        ring_(ring),
-        warp_(threadIdx.x / 32),
-        shared_(shared),
-        producer_(params, unit, finder, ring, shared.runs) {}
-
-  __device__ void prefetch() { producer_.prefetch(); }
+  __device__ Splits(const AttentionParams& params, const HeadUnit& unit, uint32_t slots,
+                    Shared& shared)
+      : p_(params), unit_(unit), slots_(slots), warp_(threadIdx.x / 32), shared_(shared) {}
 
   __device__ void attend() {
-#pragma unroll 1
-    for (int i = 0; i < kRing - 1; ++i) producer_.step();
     for (;;) {
-      const int opened = slot_;
-      uint32_t slot = next_slot();
-      const Run run = shared_.runs[opened];
+      wait_for_slot();
+      const Run run = shared_.ring.runs[slot_];
       if (run.token < 0) break;
-      attend(run, slot);
+      attend(run);
     }
     merge_divided();
   }
@@ -1305,19 +1526,27 @@ class Splits {
     }
   };
 
-  // The address of the next slot, with its tile in it; the slot before it is refilled.
-  __device__ __forceinline__ uint32_t next_slot() {
-    wait_copies<kRing - 2>();
-    __syncthreads();  // everyone's copies are there, and everyone is done with the slot before
-    producer_.step();
-    const uint32_t address = ring_ + slot_ * Size::kSlotBytes;
-    slot_ = slot_ + 1 == kRing ? 0 : slot_ + 1;
-    return address;
+  __device__ __forceinline__ void wait_for_slot() {
+    barrier_wait(shared_.ring.full_of(slot_), parity_);
   }
 
-  __device__ void attend(const Run& run, uint32_t slot) {
+  __device__ __forceinline__ void free_slot() {
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(shared_.ring.empty_of(slot_));
+    slot_ = slot_ + 1 == kRing ? 0 : slot_ + 1;
+    if (slot_ == 0) parity_ ^= 1;
+  }
+
+  // Of the warps that compute.
+  __device__ __forceinline__ void sync_warps() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  }
+
+  // The slot of the run's first tile has arrived.
+  __device__ void attend(const Run& run) {
     Fragment4 q[kHeadDim / 16];
-    load_queries<kHeadDim>(q, slot + 2 * Size::kTileBytes);
+    load_queries<kHeadDim>(q, slots_ + slot_ * Size::kSlotBytes + 2 * Size::kTileBytes);
+    if (run.begin >= run.end) free_slot();  // nothing is seen, nothing was copied
     Part part, total;
     total.reset();
     for (int i = 0; i < run.splits; ++i) {
@@ -1326,8 +1555,9 @@ class Splits {
       part.reset();
       for (int base = max(run.begin, split_begin(split) * kTileKeys); base < end;
            base += kTileKeys) {
-        if (base > run.begin) slot = next_slot();
-        attend_tile(part, q, run.position, base, end, slot);
+        if (base > run.begin) wait_for_slot();
+        attend_tile(part, q, run.position, base, end, slots_ + slot_ * Size::kSlotBytes);
+        free_slot();
       }
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
@@ -1344,18 +1574,31 @@ class Splits {
       store_rows(run.token, total);
       return;
     }
-    if (run.before == 0) {
-      store_part(run.slot, total);
-      if (threadIdx.x == 0) {
-        p_.first_splits[run.query * p_.head_units + unit_.index] = run.splits;
+    if (run.before == 0) store_part(run.slot, total);
+    const Divided divided{run.token,  run.slot,  run.query,
+                          run.splits, run.total, run.before == 0 ? run.splits : 0};
+    if (threadIdx.x == 0) shared_.divided[num_divided_] = divided;
+    ++num_divided_;
+  }
+
+  // What lies in the places of values that are not seen may be NaN, and 0 * NaN is no zero.
+  __device__ void hide_values(uint32_t values, int base, int position) {
+    constexpr int kRows = kThreads / 8;
+    const int before = p_.window > 0 ? position - p_.window : -1;
+    for (int row = threadIdx.x / 8; row < kTileKeys; row += kRows) {
+      if (base + row <= position && base + row > before) continue;
+#pragma unroll
+      for (int panel = 0; panel < kHeadDim / 64; ++panel) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         values + panel * kPanelBytes + row * 128 + threadIdx.x % 8 * 16),
+                     "r"(0)
+                     : "memory");
       }
     }
-    const Divided divided{run.token, run.slot, run.query, run.splits, run.total};
-    if (num_divided_++ == 0) {
-      divided_[0] = divided;
-    } else {
-      divided_[1] = divided;
-    }
+#if TINYVLLM_BULK_COPY
+    // The engine, which writes here next, must not be overtaken.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
   }
 
   __device__ __forceinline__ void attend_tile(Part& rows, const Fragment4 (&q)[kHeadDim / 16],
@@ -1366,10 +1609,11 @@ class Splits {
     {
       const Fragment4(&queries)[1][kHeadDim / 16] =
           reinterpret_cast<const Fragment4(&)[1][kHeadDim / 16]>(q);
-      score_keys<kHeadDim, 1>(s, 0, queries, slot + warp_ * kBlockRows * kHeadDim * 2);
+      score_keys<kHeadDim, 1>(s, 0, queries, slot + warp_ * kBlockRows * 128);
     }
-    const int first = base + warp_ * kBlockRows;
     if (base + kTileKeys > end || (p_.window > 0 && base <= position - p_.window)) {
+      hide_values(slot + Size::kTileBytes, base, position);
+      const int first = base + warp_ * kBlockRows;
       const int last = position - first - lane % 4 * 2;
       const int before = p_.window > 0 ? last - p_.window : -kTileKeys - 1;
 #pragma unroll
@@ -1389,7 +1633,7 @@ class Splits {
       largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
       if (lane % 4 == 0) shared_.max[lane / 4 + 8 * h][warp_] = largest;
     }
-    __syncthreads();
+    sync_warps();
     float keep[kHalves];
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -1408,7 +1652,7 @@ class Splits {
       shared_.p[warp_][lane][h + kHalves] = pack_bf16(x[2], x[3]);
       shared_.sum[warp_][h][lane] = sum_block(x);
     }
-    __syncthreads();
+    sync_warps();
     bool shrinks = false;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -1429,8 +1673,9 @@ class Splits {
     }
     // All 64 keys, each warp its columns.
     const int row = lane % 16;
-    const int chunk = warp_ * (kColumns / 8) + lane / 16;
-    const uint32_t values = slot + Size::kTileBytes + row * kHeadDim * 2;
+    const int chunk = warp_ * (kColumns / 8) % 8 + lane / 16;
+    const uint32_t values =
+        slot + Size::kTileBytes + warp_ * kColumns / 64 * kPanelBytes + row * 128;
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
       if (base + i * kBlockRows >= end) break;
@@ -1444,7 +1689,7 @@ class Splits {
       for (int d = 0; d < kColumns / 16; ++d) {
         Fragment4 f;
         load_matrices_transposed(
-            f, values + i * kBlockRows * kHeadDim * 2 + (((chunk + 2 * d) ^ (row % 8)) * 16));
+            f, values + i * kBlockRows * 128 + (((chunk + 2 * d) ^ (row % 8)) * 16));
         multiply_add(rows.acc[2 * d], p, f[0], f[1]);
         multiply_add(rows.acc[2 * d + 1], p, f[2], f[3]);
       }
@@ -1503,35 +1748,31 @@ class Splits {
     }
   }
 
-  // A query of which this block did some splits. There are two at most: where its range begins and
-  // where it ends.
-  struct Divided {
-    int token, slot, query, splits, total;
-  };
-
-  // Whoever brings the last splits of a query merges them. Only here, where no copy is on its way:
-  // a fence would wait for it.
-  __device__ void merge_divided() {
+  // Whoever brings the last splits of a query merges them. Only here: where the memory is busy a
+  // fence takes long.
+  __device__ __forceinline__ void merge_divided() {
     if (num_divided_ == 0) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i >= num_divided_) break;
-        uint32_t* done = p_.counters + divided_[i].query * p_.head_units + unit_.index;
-        const int before = static_cast<int>(atomicAdd(done, divided_[i].splits));
-        shared_.last[i] = before + divided_[i].splits == divided_[i].total;
-        if (shared_.last[i]) *done = 0;
-      }
-      __threadfence();
+    sync_warps();
+    if (static_cast<int>(threadIdx.x) < num_divided_) {
+      Divided& query = shared_.divided[threadIdx.x];
+      uint32_t* done = p_.counters + query.query * p_.head_units + unit_.index;
+      const uint32_t mine = query.splits + (query.first_splits << 16);
+      fence();
+      const uint32_t all = atomicAdd(done, mine) + mine;
+      fence();
+      const bool last = static_cast<int>(all & 0xffff) == query.total;
+      if (last) *done = 0;
+      query.first_splits = last ? static_cast<int>(all >> 16) : 0;
     }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i < num_divided_ && shared_.last[i]) merge_parts(divided_[i]);
+    sync_warps();
+#pragma unroll 1
+    for (int i = 0; i < num_divided_; ++i) {
+      if (shared_.divided[i].first_splits > 0) merge_parts(shared_.divided[i]);
     }
   }
+
+  // Between the memory of this block and that of the others.
+  __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
   // Four columns a thread.
   __device__ void merge_parts(const Divided& query) {
@@ -1539,8 +1780,7 @@ class Splits {
     const int64_t stride = static_cast<int64_t>(p_.head_units) * p_.part_floats;
     const float* parts = p_.parts + static_cast<int64_t>(query.slot) * p_.part_floats;
     const float* max_sums = parts + min(p_.group, kBlockRows) * kHeadDim;
-    const int first_splits = __ldcg(p_.first_splits + query.query * p_.head_units + unit_.index);
-    const int num_parts = query.total - first_splits + 1;
+    const int first_splits = query.first_splits, num_parts = query.total - first_splits + 1;
     for (int i = threadIdx.x * 4; i < unit_.rows * kHeadDim; i += kThreads * 4) {
       const int row = i / kHeadDim, column = i % kHeadDim;
       float4 total{};
@@ -1578,12 +1818,10 @@ class Splits {
 
   const AttentionParams& p_;
   const HeadUnit& unit_;
-  const uint32_t ring_;
+  const uint32_t slots_;
   const int warp_;
   Shared& shared_;
-  int slot_ = 0, num_divided_ = 0;
-  Divided divided_[2];
-  SplitProducer<kHeadDim, kRing> producer_;
+  int slot_ = 0, parity_ = 0, num_divided_ = 0;
 };
 
 // ---- Kernels and launcher -----------------------------------------------------------------------
@@ -1615,39 +1853,54 @@ __global__ void __launch_bounds__(WgmmaSizes<kHeadDim>::kThreads, 1)
 }
 
 template <int kHeadDim, int kHalves, int kRing>
-__global__ void __launch_bounds__(kThreads, SplitSizes<kHeadDim, kRing>::blocks_per_sm(kHalves))
-    attend_splits_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(SplitSizes<kHeadDim, kRing>::kThreads,
+                                  SplitSizes<kHeadDim, kRing>::kBlocksPerSM)
+    attend_splits_kernel(const __grid_constant__ SplitParams params) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ SplitShared<kHeadDim, kHalves, kRing> told;
-  const Division division(p);
-  const int group = static_cast<int>(blockIdx.x) / p.head_units;
-  if (group >= division.groups) return;  // and makes room for the next kernel; group 0 stays
-  const HeadUnit unit(p, static_cast<int>(blockIdx.x) % p.head_units);
-  RunFinder finder(p, division, group, unit.index);
-  Splits<kHeadDim, kHalves, kRing> splits(p, unit, finder, shared_address(shared), told);
-  splits.prefetch();
-  // Row tiles, which let this kernel start, have waited for all before them, and nothing here
-  // depends on them.
-  if (p.only_splits) wait_for_previous_kernels();
-  let_next_kernel_start();
-  splits.attend();
+  const AttentionParams& p = params.attention;
+  const HeadUnit unit(p);
+  if (threadIdx.x == kThreads) told.ring.open(params);
+  const Division division(p, told.sums);
+  // A block without work ends at once and makes room for the next kernel; group 0 stays.
+  if (threadIdx.x >= kThreads) {
+    if (!SplitProducer<kHeadDim, kRing>(params, unit, shared_address(shared), told.ring)
+             .produce(division)) {
+      return;
+    }
+  } else {
+    if (!told.ring.starts(p)) return;
+    Splits<kHeadDim, kHalves, kRing>(p, unit, shared_address(shared), told).attend();
+  }
   wait_for_previous_kernels();  // who waits for this kernel waits for the row tiles, too
 }
 
 bool has_wgmma() { return compute_capability_major() == 9; }
 
 template <int kHeadDim, int kHalves, int kRing>
-void launch_splits(const AttentionParams& params, int64_t max_blocks, Stream stream) {
+void launch_splits(const SplitParams& params, int64_t max_groups, Stream stream) {
   using Size = SplitSizes<kHeadDim, kRing>;
-  const int64_t blocks = std::max<int64_t>(
-      params.head_units,
-      std::min<int64_t>(max_blocks, Size::blocks_per_sm(kHalves) * num_multiprocessors()));
-  launch_early("paged_attention", attend_splits_kernel<kHeadDim, kHalves, kRing>,
-               dim3(static_cast<unsigned>(blocks)), kThreads, Size::kSharedBytes, stream, params);
+  const AttentionParams& p = params.attention;
+  const int64_t groups =
+      std::min<int64_t>(max_groups, Size::kBlocksPerSM * num_multiprocessors() / p.head_units);
+  const dim3 grid(static_cast<unsigned>(p.head_units / p.num_kv_heads),
+                  static_cast<unsigned>(p.num_kv_heads),
+                  static_cast<unsigned>(std::max<int64_t>(1, groups)));
+  launch_early("paged_attention", attend_splits_kernel<kHeadDim, kHalves, kRing>, grid,
+               Size::kThreads, Size::kSharedBytes, stream, params);
+}
+
+void map_cache(CUtensorMap& map, const Tensor& cache) {
+  const auto slots = static_cast<cuuint64_t>(cache.shape[0] * cache.shape[1]);
+  const auto columns = static_cast<cuuint64_t>(cache.shape[2] * cache.shape[3]);
+  encode_tensor_map<2>(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, cache.data, {columns, slots},
+                       {columns * 2}, {64, kBlockRows}, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <int kHeadDim>
-void launch(const AttentionParams& params, int64_t num_tokens, int64_t max_keys, Stream stream) {
+void launch(const SplitParams& split_params, int64_t num_tokens, int64_t max_keys, Stream stream) {
+  const AttentionParams& params = split_params.attention;
   const int64_t queries = std::min<int64_t>(params.num_seqs, num_tokens);
   if (!params.only_splits) {
     // As many blocks as there can be row tiles.
@@ -1665,15 +1918,14 @@ void launch(const AttentionParams& params, int64_t num_tokens, int64_t max_keys,
   }
   const int64_t splits = std::max<int64_t>(
       1, (max_keys + kFineSplit * kTileKeys - 1) / (kFineSplit * kTileKeys));  // or fewer
-  const int64_t blocks = queries * splits * params.head_units;
-  // Three slots of head_dim 128 do not fit an SM with 100 KiB of shared memory.
-  constexpr int kRing = kHeadDim == 64 ? 4 : 3, kSmallRing = kHeadDim == 64 ? 4 : 2;
-  const bool fits = max_shared_bytes() >= SplitSizes<kHeadDim, kRing>::kSharedBytes + 4096;
+  // Two blocks of large rings fit an SM with 227 KiB of shared memory.
+  constexpr int kRing = kHeadDim == 64 ? 6 : 3, kSmallRing = kHeadDim == 64 ? 4 : 2;
+  const bool fits = max_shared_bytes() >= 2 * (SplitSizes<kHeadDim, kRing>::kSharedBytes + 4096);
   const auto launch =
       params.group > kBlockRows / 2
           ? (fits ? launch_splits<kHeadDim, 2, kRing> : launch_splits<kHeadDim, 2, kSmallRing>)
           : (fits ? launch_splits<kHeadDim, 1, kRing> : launch_splits<kHeadDim, 1, kSmallRing>);
-  launch(params, blocks, stream);
+  launch(split_params, queries * splits, stream);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -1706,7 +1958,8 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   if (num_tokens == 0 || num_seqs == 0 || group == 0) return;
   const Workspace& memory = workspace();
   const int64_t part_floats = (std::min<int64_t>(group, kBlockRows) * (head_dim + 2) + 3) / 4 * 4;
-  AttentionParams params{};
+  SplitParams split_params{};
+  AttentionParams& params = split_params.attention;
   params.out = out.ptr<__nv_bfloat16>();
   params.q = q.ptr<__nv_bfloat16>();
   params.k_cache = k_cache.ptr<__nv_bfloat16>();
@@ -1715,11 +1968,7 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   params.cu_seqlens_q = cu_seqlens_q.ptr<int32_t>();
   params.seq_lens = seq_lens.ptr<int32_t>();
   const int64_t head_units = num_kv_heads * ((group + kBlockRows - 1) / kBlockRows);
-  const int64_t list_bytes = (num_tokens * head_units * 4 + 255) / 256 * 256;
-  const int64_t part_bytes =
-      std::max<int64_t>(0, static_cast<int64_t>(Workspace::kScratchBytes) - list_bytes);
-  params.first_splits = static_cast<int32_t*>(memory.scratch);
-  params.parts = reinterpret_cast<float*>(static_cast<char*>(memory.scratch) + list_bytes);
+  params.parts = static_cast<float*>(memory.scratch);
   params.counters = memory.counters;
   params.max_counters = static_cast<int>(Workspace::kNumCounters);
   params.out_stride = out.strides[0];
@@ -1731,13 +1980,17 @@ void paged_attention(const Tensor& out, const Tensor& q, const Tensor& k_cache,
   while ((int64_t{1} << params.block_shift) < block_size) ++params.block_shift;
   params.window = sliding_window;
   params.part_floats = static_cast<int>(part_floats);
-  params.max_slots = static_cast<int>(part_bytes / (4 * part_floats));
+  params.max_slots = static_cast<int>(Workspace::kScratchBytes / (sizeof(float) * part_floats));
   params.head_units = static_cast<int>(head_units);
   params.only_splits = num_tokens <= num_seqs;
   params.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
   const int64_t max_keys = block_tables.shape[1] * block_size;
-  head_dim == 64 ? launch<64>(params, num_tokens, max_keys, stream)
-                 : launch<128>(params, num_tokens, max_keys, stream);
+  if (compute_capability_major() >= 9 && k_cache.shape[0] > 0) {
+    map_cache(split_params.k_map, k_cache);
+    map_cache(split_params.v_map, v_cache);
+  }
+  head_dim == 64 ? launch<64>(split_params, num_tokens, max_keys, stream)
+                 : launch<128>(split_params, num_tokens, max_keys, stream);
 }
 
 }  // namespace tinyvllm::cuda

@@ -183,6 +183,25 @@ def test_too_many_parts_for_the_workspace_change_no_bit() -> None:
         assert_bitwise_equal(alone, together[s : s + 1], f"sequence {s}")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (64, 200)])
+def test_company_changes_no_bit_of_a_decode(head_dim: int, block_size: int, window: int) -> None:
+    """Ranges of work begin and end within sequences, some of which are empty."""
+    rng = random.Random(7)
+    lens = [rng.choice([0, 1, 64, rng.randint(1, 1100), rng.randint(1, 1100)]) for _ in range(150)]
+    kv = random_kv(lens, 8, head_dim, block_size)
+    q = random_rows(len(lens), 32, head_dim, seed=9)
+    ones = [1] * len(lens)
+    together = attend(kv, q, ones, lens, window)
+    exact = torch_attention(kv, q, ones, lens, window, torch.float64)
+    assert_within_rule(together, exact, torch_attention(kv, q, ones, lens, window, BF16))
+    for s in range(0, len(lens), 7):
+        tables = kv.block_tables[s : s + 1]
+        own = PagedKV(kv.keys, kv.values, kv.k_cache, kv.v_cache, tables)
+        alone = attend(own, q[s : s + 1], [1], lens[s : s + 1], window)
+        assert_bitwise_equal(alone, together[s : s + 1], f"sequence {s} of {lens[s]}")
+
+
 def test_a_captured_graph_follows_the_lengths() -> None:
     """Lengths and numbers of queries are read at replay, whatever they were at capture."""
     kv = random_kv([900] * 5, 2, 64, 16)
