@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Module (or package, for all that is in it) -> what it may import of tinyvllm, besides itself.
 HOST = ("errors", "config", "sampling_params", "sequence", "block_manager", "scheduler")
-DEVICE = ("_C", "ops", "models", "loader", "cuda_steps", "model_runner")
+DEVICE = ("_C", "ops", "models", "loader", "cuda_steps", "slot_logits", "model_runner")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "version": (),
     "_C": (),
@@ -34,11 +34,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops": ("_C", "errors"),
     "models": ("ops", "errors", "config"),
     "checkpoint": ("errors",),
-    "loader": ("errors", "config", "ops", "models", "checkpoint"),
+    "staging": ("errors", "checkpoint"),
+    "loader": ("errors", "config", "ops", "models", "checkpoint", "staging"),
     "convert": ("errors", "config", "models", "checkpoint", "loader", "progress"),
     "hub": ("errors", "convert", "progress"),
     "cuda_steps": ("_C", "batch"),
-    "slot_logits": ("ops", "sequence"),
+    "slot_logits": ("ops", "batch", "sequence"),
     "model_runner": (
         *("errors", "config", "_C", "ops", "models", "loader", "batch", "cuda_steps"),
         *("slot_logits", "sequence"),

@@ -6,6 +6,10 @@ What does not fit is refused with the file and the key or tensor in the message;
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+from math import prod
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,14 +17,17 @@ import torch
 
 from tinyvllm.checkpoint import TensorEntry, open_checkpoint, read_json_object
 from tinyvllm.config import ModelConfig, RopeConfig
-from tinyvllm.errors import CheckpointError, ModelConfigError
+from tinyvllm.errors import CheckpointError, ModelConfigError, ModelError, NotSupportedError
 from tinyvllm.models import LayerWeights, ModelWeights, Transformer, rope_cos_sin
+from tinyvllm.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from tinyvllm.ops import Ops
+
+logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -246,28 +253,85 @@ def load_model(
 
     BF16, F16 and F32 may be mixed; all become `dtype`. `max_model_len` sizes the rotary table.
     `progress(phase, fraction)` is called as layers arrive. Raises `CheckpointError` with file and
-    tensor before anything is copied if a tensor is missing, unexpected or does not fit `config`.
+    tensor before anything is copied if a tensor is missing, unexpected or does not fit `config`;
+    for a GPU, `ModelError` if the weights do not fit into its memory, and `NotSupportedError` if
+    the kernels were not built for it.
     """
     entries = open_checkpoint(model_dir)
     _check_entries(model_dir, config, entries)
-    reader = _WeightReader(entries, ops, dtype, device)
-    layers = []
-    for idx in range(config.num_layers):
-        if progress is not None:
-            progress("loading weights", idx / config.num_layers)
-        layers.append(_load_layer(reader, config, f"model.layers.{idx}."))
-    embed_tokens = reader.read("model.embed_tokens.weight")
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    weights = ModelWeights(
-        embed_tokens=embed_tokens,
-        layers=tuple(layers),
-        norm=reader.read("model.norm.weight"),
-        lm_head=reader.packed(head),
-        cos_sin=rope_cos_sin(config.rope, config.head_dim, max_model_len).to(device),
-    )
+    cos_sin = rope_cos_sin(config.rope, config.head_dim, max_model_len)
+    if device.type == "cpu":
+        weights = _load_weights(_MappedReader(entries, ops, dtype), config, cos_sin, progress)
+    else:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        reader = _StagedReader(entries, ops, dtype, device)
+        weights = _load_to_gpu(model_dir, config, reader, cos_sin, progress)
     if progress is not None:
         progress("loading weights", 1.0)
     return Transformer(config, ops, weights)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the weights in `dtype`, and how many more are needed while they are loaded: those
+    of the largest weight before it is packed."""
+    shapes = expected_shapes(config)
+    total = sum(prod(shape) for shape in shapes.values())
+    head = config.vocab_size * config.hidden_size
+    if config.tie_word_embeddings:
+        total += head  # the embedding's rows are looked up, those of the head are packed
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    largest = config.hidden_size * max(heads, 2 * config.intermediate_size)
+    if not config.tie_word_embeddings:
+        largest = max(largest, head)
+    return total * dtype.itemsize, largest * dtype.itemsize
+
+
+def _load_to_gpu(
+    model_dir: Path,
+    config: ModelConfig,
+    reader: _StagedReader,
+    cos_sin: torch.Tensor,
+    progress: Callable[[str, float], None] | None,
+) -> ModelWeights:
+    start, device = perf_counter(), reader.device
+    num_bytes, more = weight_bytes(config, reader.dtype)
+    free, total = torch.cuda.mem_get_info(device)
+    too_large = ModelError(
+        f"{model_dir}: the weights take {_gib(num_bytes)} on {device}, and {_gib(more)} more while "
+        f"they are loaded; {_gib(free)} of its {_gib(total)} are free: stop other programs there, "
+        "choose another device=, or a smaller model",
+        path=model_dir,
+    )
+    if num_bytes + more > free:
+        raise too_large
+    try:
+        with reader.staged(_reading_order(config)):
+            weights = _load_weights(reader, config, cos_sin.to(device), progress)
+    except torch.OutOfMemoryError as exc:
+        raise too_large from exc.with_traceback(None)  # whose frames hold what was loaded
+    except RuntimeError as exc:
+        if "no kernel image" not in str(exc):
+            raise
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"{major}{minor}{'a' if (major, minor) == (9, 0) else ''}-real"
+        advice = f"build it again, with CUDAARCHS unset or {arch}" if major >= 8 else 'use "cpu"'
+        raise NotSupportedError(
+            f"device {str(device)!r}: this tinyvllm has no kernels for compute capability "
+            f"{major}.{minor} (8.0 or newer is needed): {advice}",
+            param="device",
+        ) from exc.with_traceback(None)
+    torch.cuda.empty_cache()  # what was there before packing: the pool is sized by what is free
+    seconds = perf_counter() - start
+    logger.info(
+        "%s of weights on %s in %.2f s (%.1f GB/s)",
+        *(_gib(num_bytes), device, seconds, num_bytes / seconds / 1e9),
+    )
+    return weights
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -341,42 +405,124 @@ def _check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, Tens
         )
 
 
-class _WeightReader:
+class _Reader:
     """Checked entries -> tensors in the model's dtype, on its device."""
 
-    def __init__(
-        self, entries: dict[str, TensorEntry], ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._entries, self._ops, self._dtype, self._device = entries, ops, dtype, device
+    def __init__(self, entries: dict[str, TensorEntry], ops: Ops, dtype: torch.dtype) -> None:
+        self._entries, self._ops, self.dtype = entries, ops, dtype
 
     def read(self, *names: str) -> torch.Tensor:
         """The tensors of these names, joined along their first dimension: always a copy."""
-        entries = [self._entries[name] for name in names]
-        is_plain_copy = self._device.type == "cpu" and all(
-            entry.check_dtype() == self._dtype for entry in entries
-        )
-        if not is_plain_copy:
-            parts = [entry.read().to(self._device, self._dtype, copy=True) for entry in entries]
-            return torch.cat(parts) if len(parts) > 1 else parts[0]
-        # By numpy: torch would split each copy over its threads, and on a busy machine the waiting
-        # for one another takes ten times as long as the copy.
-        num_rows = sum(entry.shape[0] for entry in entries)
-        joined = torch.empty((num_rows, *entries[0].shape[1:]), dtype=self._dtype)
-        np.concatenate(
-            [entry.raw() for entry in entries], out=joined.view(torch.uint8).numpy().reshape(-1)
-        )
-        return joined
+        raise NotImplementedError
 
     def packed(self, *names: str) -> torch.Tensor:
         """Their rows, joined, in the layout that the linears of `ops` read."""
-        return self._ops.pack_linear(self.read(*names))
+        return self.pack(self.read(*names))
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._ops.pack_linear(weight)
 
     def packed_gated(self, gate: str, up: str) -> torch.Tensor:
         """Both, in the layout that `ops.norm_gated_linear` reads."""
         return self._ops.pack_gated_linear(self.read(gate, up))
 
+    def _empty(
+        self, entries: Sequence[TensorEntry], device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """For all of them, joined."""
+        num_rows = sum(entry.shape[0] for entry in entries)
+        return torch.empty((num_rows, *entries[0].shape[1:]), dtype=self.dtype, device=device)
 
-def _load_layer(reader: _WeightReader, config: ModelConfig, prefix: str) -> LayerWeights:
+
+class _MappedReader(_Reader):
+    """On a CPU: one copy, out of the mapped file."""
+
+    def read(self, *names: str) -> torch.Tensor:
+        entries = [self._entries[name] for name in names]
+        if any(entry.check_dtype() != self.dtype for entry in entries):
+            parts = [entry.read().to(self.dtype, copy=True) for entry in entries]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+        # By numpy: torch would split each copy over its threads, and on a busy machine the waiting
+        # for one another takes ten times as long as the copy.
+        joined = self._empty(entries)
+        np.concatenate(
+            [entry.raw() for entry in entries], out=joined.view(torch.uint8).numpy().reshape(-1)
+        )
+        return joined
+
+
+class _StagedReader(_Reader):
+    """On a GPU: some are copied while the next are read, `with staged(names)` in that order."""
+
+    def __init__(
+        self, entries: dict[str, TensorEntry], ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(entries, ops, dtype)
+        self.device = device
+
+    @contextmanager
+    def staged(self, names: Iterable[str], **sizes: int) -> Iterator[None]:
+        """What it holds, pinned memory and threads, is gone afterwards. `sizes`: of `Staging`."""
+        entries = [self._entries[name] for name in names]
+        with Staging(entries, self.device, **sizes) as self._staging:
+            yield
+
+    def read(self, *names: str) -> torch.Tensor:
+        entries = [self._entries[name] for name in names]
+        joined, row = self._empty(entries, self.device), 0
+        for entry in entries:
+            self._staging.copy_to(joined[row : row + entry.shape[0]], entry)
+            row += entry.shape[0]
+        return joined
+
+
+class _Order(_Reader):
+    """Only notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def read(self, *names: str) -> torch.Tensor:
+        self.names += names
+        return torch.empty(0)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def packed_gated(self, gate: str, up: str) -> torch.Tensor:
+        return self.read(gate, up)
+
+
+def _reading_order(config: ModelConfig) -> list[str]:
+    """The names of all weights, as `_load_weights` reads them."""
+    order = _Order()
+    _load_weights(order, config, torch.empty(0), None)
+    return order.names
+
+
+def _load_weights(
+    reader: _Reader,
+    config: ModelConfig,
+    cos_sin: torch.Tensor,
+    progress: Callable[[str, float], None] | None,
+) -> ModelWeights:
+    layers = []
+    for idx in range(config.num_layers):
+        if progress is not None:
+            progress("loading weights", idx / config.num_layers)
+        layers.append(_load_layer(reader, config, f"model.layers.{idx}."))
+    embed_tokens = reader.read("model.embed_tokens.weight")
+    tied = config.tie_word_embeddings
+    return ModelWeights(
+        embed_tokens=embed_tokens,
+        layers=tuple(layers),
+        norm=reader.read("model.norm.weight"),
+        lm_head=reader.pack(embed_tokens) if tied else reader.packed("lm_head.weight"),
+        cos_sin=cos_sin,
+    )
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
     attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     qkv = tuple(f"{attn}{name}_proj." for name in "qkv")
     gate_up = (f"{mlp}gate_proj.", f"{mlp}up_proj.")

@@ -86,8 +86,8 @@ def test_table_has_a_column_per_engine_ratio_and_share() -> None:
 
 
 def test_numbers_stand_to_the_right() -> None:
-    lines = text_table(["name", "us"], [["a", "5"], ["bcd", "1,000"]]).splitlines()
-    assert lines[1:] == ["| ---- | ----: |", "| a    |     5 |", "| bcd  | 1,000 |"]
+    lines = text_table(["name", "us"], [["a", "-5.25"], ["bcd", "1,000"]]).splitlines()
+    assert lines[1:] == ["| ---- | ----: |", "| a    | -5.25 |", "| bcd  | 1,000 |"]
 
 
 def test_report_writes_lines_and_table_apart() -> None:

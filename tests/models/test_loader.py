@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,12 +14,16 @@ from safetensors.torch import save_file
 from support.forward import PagedRunner
 from support.tiny_models import make_tiny_model, random_weights, save_weights
 
-from tinyvllm.loader import load_config, load_model
+from tinyvllm import loader, staging
+from tinyvllm.checkpoint import TensorEntry, open_checkpoint
+from tinyvllm.errors import CheckpointError, ModelError, NotSupportedError
+from tinyvllm.loader import load_config, load_model, weight_bytes
 from tinyvllm.ops import get_ops
+from tinyvllm.staging import Staging, plan_loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+    from typing import Any
 
     from tinyvllm.models import Transformer
     from tinyvllm.ops import Ops
@@ -182,3 +188,206 @@ def test_the_default_model_loads_in_half_a_second(smollm2_dir: Path) -> None:
         )
         best = min(best, time.process_time() - begin)
     assert best < 0.5
+
+
+CPU = torch.device("cpu")
+
+
+def load_staged(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[str, float], None] | None = None,
+    **sizes: int,
+) -> Transformer:
+    """As a GPU's loading does it, to the CPU."""
+    config = load_config(path)
+    reader = loader._StagedReader(open_checkpoint(path), PlainOps(), dtype, CPU)
+    with reader.staged(loader._reading_order(config), **sizes):
+        weights = loader._load_weights(reader, config, torch.empty(0), progress)
+    return loader.Transformer(config, PlainOps(), weights)
+
+
+def reading_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("tinyvllm-read")]
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "untied, in shards": {"tie_word_embeddings": False, "num_shards": 3},
+    "biases": {"architecture": "Qwen2ForCausalLM"},
+    "norms of heads": {"architecture": "Qwen3ForCausalLM"},
+}
+
+
+@pytest.mark.parametrize("sizes", [(256, 1), (256, 3), (4096, 2), (1 << 20, 4)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_staged_weights_have_the_same_bits(
+    shape: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    path = make_tiny_model(tmp_path / "m", **SHAPES[shape])
+    model = load_staged(path, torch.bfloat16, buffer_bytes=sizes[0], num_buffers=sizes[1])
+    assert_equal_models(load(path, torch.bfloat16), model)
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_staged_weights_of_mixed_dtypes(wanted: torch.dtype, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", dtype=torch.float32)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    weights = random_weights(path, torch.float32)
+    save_weights(path, {n: w.to(dtypes[i % 3]) for i, (n, w) in enumerate(weights.items())})
+    model = load_staged(path, wanted, buffer_bytes=1024, num_buffers=2)
+    assert_equal_models(load(path, wanted), model)
+
+
+def test_a_cut_file_is_named_while_it_is_staged(tmp_path: Path) -> None:
+    """The mapping would be a SIGBUS."""
+    path = make_tiny_model(tmp_path / "m")
+    config, entries = load_config(path), open_checkpoint(path)
+    reader = loader._StagedReader(entries, PlainOps(), torch.bfloat16, CPU)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(30000)
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .* ends there") as info,
+        reader.staged(loader._reading_order(config), buffer_bytes=4096, num_buffers=3),
+    ):
+        loader._load_weights(reader, config, torch.empty(0), None)
+    assert info.value.tensor in entries and not reading_threads()
+
+
+def test_a_cancelled_load_leaves_no_threads(tmp_path: Path) -> None:
+    def cancel(phase: str, fraction: float) -> None:
+        if fraction > 0:
+            raise KeyboardInterrupt
+
+    path = make_tiny_model(tmp_path / "m")
+    with pytest.raises(KeyboardInterrupt):
+        load_staged(path, progress=cancel, buffer_bytes=256, num_buffers=3)
+    assert not reading_threads()
+
+
+def test_staging_does_not_read_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in flight is bounded by the buffers, whatever the caller does."""
+    entries = list(open_checkpoint(make_tiny_model(tmp_path / "m")).values())
+    read: list[int] = []
+    original = TensorEntry.read_into
+    monkeypatch.setattr(
+        TensorEntry,
+        "read_into",
+        lambda entry, out, begin: (read.append(len(out)), original(entry, out, begin))[1],
+    )
+    with Staging(entries, CPU, buffer_bytes=512, num_buffers=3) as staged:
+        for entry in entries:
+            staged.copy_to(torch.empty(entry.shape, dtype=entry.check_dtype()), entry)
+            copied = sum(e.end - e.begin for e in entries[: entries.index(entry) + 1])
+            assert sum(read) <= copied + 3 * 512
+    assert sum(read) == sum(entry.end - entry.begin for entry in entries)
+
+
+def entry_of(num_bytes: int) -> TensorEntry:
+    unused: Any = None
+    return TensorEntry(Path("f"), unused, unused, "t", "BF16", (num_bytes // 2,), 0, num_bytes)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (256,), (1024,), (10, 10, 3000, 512, 2, 1022), (1026, 2)])
+def test_plans_cover_every_byte_once(sizes: tuple[int, ...]) -> None:
+    entries = [entry_of(size) for size in sizes]
+    loads = plan_loads(entries, 1024)
+    for load in loads:
+        ends = [0]
+        for piece in load:
+            assert piece.offset % 256 == 0 and piece.offset >= ends[-1]
+            ends.append(piece.offset + piece.end - piece.begin)
+        assert 0 < ends[-1] <= 1024
+    for entry in entries:
+        pieces = [piece for load in loads for piece in load if piece.entry is entry]
+        bounds = [0, *(piece.end for piece in pieces)]
+        assert [piece.begin for piece in pieces] == bounds[:-1] and bounds[-1] == entry.end
+    assert len(loads) <= sum(-(-size // 256) for size in sizes) // 4 + 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weight_bytes_are_those_of_the_weights(tied: bool, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "Qwen3ForCausalLM", tie_word_embeddings=tied)
+    model = load(path, torch.bfloat16)
+    held = sum(weight.nbytes for weight in all_weights(model))
+    total, more = weight_bytes(model.config, torch.bfloat16)
+    assert total == held
+    assert more == 128 * (4 + 2 * 2) * 64 * 2  # qkv
+
+
+def on_a_gpu_with(free: int, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that keeps nothing, instead of a GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8 << 30))
+    return torch.device("meta")
+
+
+def load_on(device: torch.device, path: Path, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    return load_model(
+        path, load_config(path), PlainOps(), dtype=dtype, device=device, max_model_len=64
+    )
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    total, more = weight_bytes(load_config(path), torch.bfloat16)
+    device = on_a_gpu_with(total + more - 1, monkeypatch)
+    monkeypatch.setattr(staging.Staging, "__init__", None)  # nothing may be read
+    with pytest.raises(ModelError, match=r"the weights take .* GiB on meta, and .* are free") as e:
+        load_on(device, path)
+    assert e.value.path == str(path) and "choose another device=" in str(e.value)
+
+
+def test_memory_that_is_gone_meanwhile_is_named_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    device = on_a_gpu_with(8 << 30, monkeypatch)
+    assert load_on(device, path).weights.embed_tokens.is_meta  # it fits
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader, "_load_layer", run_out)
+    monkeypatch.setattr(loader, "_reading_order", lambda config: [])
+    with pytest.raises(ModelError, match=r"8\.00 GiB of its 8\.00 GiB are free") as info:
+        load_on(device, path)
+    assert isinstance(info.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    ("capability", "advice"),
+    [((7, 5), 'use "cpu"'), ((8, 9), "CUDAARCHS unset or 89-real"), ((9, 0), "or 90a-real")],
+)
+def test_a_gpu_that_the_kernels_were_not_built_for_is_named(
+    capability: tuple[int, int], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    device = on_a_gpu_with(8 << 30, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("pack_linear: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(PlainOps, "pack_linear", refuse)
+    named = rf"no kernels for compute capability {capability[0]}\.{capability[1]}"
+    with pytest.raises(NotSupportedError, match=named) as info:
+        load_on(device, path)
+    assert info.value.param == "device" and advice in str(info.value)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_loading_to_a_gpu(wanted: torch.dtype, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", num_shards=2, tie_word_embeddings=False)
+    device = torch.device("cuda", 0)
+    before = torch.cuda.memory_allocated(device)
+    model = load_on(device, path, wanted)
+    for ours, theirs in zip(all_weights(model), all_weights(load(path, wanted)), strict=True):
+        assert ours.device == device and torch.equal(ours.cpu(), theirs)
+    assert not reading_threads()
+    del model, ours
+    assert torch.cuda.memory_allocated(device) == before

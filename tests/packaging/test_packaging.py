@@ -52,7 +52,13 @@ def test_sdist(sdist: Path, source_tree: Path) -> None:
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members}
     assert package_files(source_tree) <= names
-    assert {"csrc/CMakeLists.txt", "csrc/ops.h", "csrc/cuda/vec.cuh", "pyproject.toml"} <= names
+    assert {
+        "csrc/CMakeLists.txt",
+        "csrc/find_nvcc.cmake",
+        "csrc/ops.h",
+        "csrc/cuda/vec.cuh",
+        "pyproject.toml",
+    } <= names
     assert {"README.md", "LICENSE"} <= names
     assert all(member.isfile() or member.isdir() for member in members), "a link in the sdist"
 

@@ -18,10 +18,11 @@ import torch
 import tinyvllm
 from tinyvllm import _C, hub, loader
 from tinyvllm.bench import contenders, measure, op_table, serving_rows
-from tinyvllm.bench.ceilings import READ_BYTES, Ceilings
+from tinyvllm.bench.ceilings import Ceilings, read_bytes
 from tinyvllm.bench.contenders import Contender, Settings, UnavailableError
 from tinyvllm.bench.host_table import host_table
 from tinyvllm.bench.memory_table import memory_table
+from tinyvllm.bench.profile_table import profile_table
 from tinyvllm.bench.report import SUBJECT, Report
 from tinyvllm.bench.workloads import SIZES, Workload
 from tinyvllm.errors import TinyvllmError
@@ -90,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(SIZES),
         help="lengths and counts of the workloads; default: cpu on a CPU, full on a GPU",
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="step: then every kernel of a decode step too, and the gaps between them",
+    )
     parser.add_argument("--json", metavar="FILE", help='JSON lines to FILE; "-" is stdout')
     return parser
 
@@ -120,8 +126,8 @@ class Bench:
             self._names.append(name)
         self._model_dir: Path = hub.resolve(options.model)
         self._config = loader.load_config(self._model_dir)
-        read_bytes = 8 << 20 if self._size == "tiny" else READ_BYTES
-        self._ceilings = Ceilings(device, options.threads, read_bytes)
+        num_bytes = 8 << 20 if self._size == "tiny" else read_bytes(device)
+        self._ceilings = Ceilings(device, options.threads, num_bytes)
 
     def run(self) -> None:
         options = self._options
@@ -271,7 +277,11 @@ class Bench:
                 names.append(name)
         options = self._options
         self._report.rows(
-            [measure.start_row(names, self._model_dir, options.threads, options.rounds)]
+            [
+                measure.start_row(
+                    names, self._model_dir, self._device, options.threads, options.rounds
+                )
+            ]
         )
 
     def _ops(self) -> None:
@@ -301,6 +311,10 @@ class Bench:
             self._sizes.step,
             options.rounds,
         )
+        if options.profile:
+            profile_table(
+                self._report, self._model_dir, self._device, options.threads, self._sizes.step
+            )
 
     def _mixed(self) -> None:
         options, budget = self._options, DEFAULT_SIZES[self._device][1]

@@ -146,7 +146,9 @@ def same_prefix(runs: Sequence[Run], others: Sequence[Run]) -> tuple[int, int]:
     return agreed, total
 
 
-def start_row(names: Sequence[str], model_dir: Path, num_threads: int, rounds: int) -> Row:
+def start_row(
+    names: Sequence[str], model_dir: Path, device: str, num_threads: int, rounds: int
+) -> Row:
     """Seconds from starting a process to the first token of a first prompt, in each engine.
 
     One round more is run first and dropped: it brings files into the page cache.
@@ -154,13 +156,13 @@ def start_row(names: Sequence[str], model_dir: Path, num_threads: int, rounds: i
     values: dict[str, list[float]] = {name: [] for name in names}
     for round_idx in range(rounds + 1):
         for name in names:
-            seconds = _seconds_to_first_token(name, model_dir, num_threads)
+            seconds = _seconds_to_first_token(name, model_dir, device, num_threads)
             if round_idx > 0:
                 values[name].append(seconds)
     return Row("start", "process start to first token", "s", False, values)
 
 
-def _seconds_to_first_token(name: str, model_dir: Path, num_threads: int) -> float:
+def _seconds_to_first_token(name: str, model_dir: Path, device: str, num_threads: int) -> float:
     """Runs first_token.py by its path, so that no engine pays for another's imports."""
     model = str(model_dir)
     if name == "llama.cpp":
@@ -169,7 +171,8 @@ def _seconds_to_first_token(name: str, model_dir: Path, num_threads: int) -> flo
         model = str(cached_bf16_gguf(model_dir))
     package_root = str(Path(tinyvllm.__file__).parent.parent)
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-P", first_token.__file__, name, model, str(num_threads)]
+    script = first_token.__file__
+    command = [sys.executable, "-P", script, name, model, device, str(num_threads)]
     start = time.perf_counter()
     with subprocess.Popen(
         command,

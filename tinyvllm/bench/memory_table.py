@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from tinyvllm.bench.report import text_table
-from tinyvllm.loader import expected_shapes
+from tinyvllm.loader import weight_bytes
 from tinyvllm.models import BufferPlan, KVCache
 from tinyvllm.models.buffers import OPS
 
@@ -24,9 +23,7 @@ def memory_table(
 ) -> None:
     """Print it for BF16; nothing is loaded."""
     dtype = torch.bfloat16
-    weights = sum(prod(shape) * dtype.itemsize for shape in expected_shapes(config).values())
-    if config.tie_word_embeddings:  # the head is packed, the embedding is not
-        weights += config.vocab_size * config.hidden_size * dtype.itemsize
+    weights, _ = weight_bytes(config, dtype)
     block = KVCache.num_bytes_per_block(config, _BLOCK_SIZE, dtype)
     plan = BufferPlan.make(config, max_num_batched_tokens, max_num_seqs, dtype)
     apart = sum(buffer.num_bytes for buffer in plan.buffers)

@@ -1,7 +1,7 @@
 """Results as JSON lines, and as the table a person reads.
 
 Every line is an object with "record": "run" (the machine and the command), "result" (one metric of
-one engine), "op", "host" or "buffer" (a row of their tables), or "note".
+one engine), "op", "host", "kernel" or "buffer" (a row of their tables), or "note".
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "op": {"step": str, "op": str, "us": (int, float), "share": (int, float, type(None))},
     "host": {"streams": int, "phase": str, "us_per_token": (int, float)},
+    "kernel": {
+        "streams": int,
+        "kernel": str,
+        "calls": (int, float),
+        "us_per_call": (int, float),
+        "us_per_step": (int, float),
+        "gap_us_per_step": (int, float),
+        "step_us": (int, float),
+    },
     "buffer": {"name": str, "bytes": int, "offset": int, "first": str, "last": str},
     "note": {"text": str},
 }
@@ -180,7 +189,8 @@ def text_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == "-" or cell.rstrip("x%").replace(",", "").replace(".", "").isdigit()
+    digits = cell.removeprefix("-").rstrip("x%").replace(",", "").replace(".", "")
+    return cell == "-" or digits.isdigit()
 
 
 def number(value: float) -> str:
