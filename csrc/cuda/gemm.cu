@@ -5,9 +5,9 @@
 // [4 octets swizzled][8] bf16. A tile's swizzle is the one that `wgmma` calls 64-byte, so tiles of
 // neighbouring strips, put one after the other in shared memory, are an operand as they are.
 //
-// Mapping. A block makes tiles of kTokens tokens x kRows weight rows. One thread asks the copy
-// engine for K in steps of 64, the weight without waiting for the kernels before; one warpgroup per
-// 64 tokens multiplies:
+// Mapping. A block makes tiles of kTokens tokens x kRows weight rows. Two threads ask the copy
+// engine for K in steps of 64, one of them for the weight, without waiting for the kernels before;
+// one warpgroup per 64 tokens multiplies:
 //
 //     x, packed --tensor copies--> [step][step][step]... --wgmma--> registers --> epilogue --> out
 //       ^                             | free again
@@ -16,15 +16,17 @@
 // Two ways of sharing the work, Mode:
 //
 //     kAlone  as many blocks as find room, each takes one tile after the other
-//     kSplit  for few tokens, which make few tiles: the blocks of a cluster make one tile, each a
-//             range of K, and add up through each other's shared memory
+//     kPair   for few tokens, which make few tiles: the two blocks of a cluster make one tile, each
+//             half of K, and send each other the sums of the rows that the other finishes
 //
-// Order of summation. num_groups cuts K into up to 8 ranges, by the weight's shape alone. A range
-// is summed from front to back, 16 inputs at a time, then the ranges are added, first to last. All
-// modes and tiles keep to that, and so does gemm_portable_kernel, which runs before and after
-// sm_90 and where x is not aligned (mma.sync and wgmma round alike, NOTES.md). So the bits of a row
-// depend neither on the number of tokens nor on the other rows.
-#include <cuda.h>
+// A kernel of 64 pairs leaves half of the multiprocessors to the next one, which fills its rings
+// there: 64 of them draw as much from memory, and nearly as much from L2, as all do (NOTES.md).
+//
+// Order of summation. num_groups cuts K into one range or two, by the weight's shape alone. A range
+// is summed from front to back, 16 inputs at a time, then the two are added. All modes and tiles
+// keep to that, and so does gemm_portable_kernel, which runs before and after sm_90 and where x is
+// not aligned (mma.sync and wgmma round alike, NOTES.md). So the bits of a row depend neither on
+// the number of tokens nor on the other rows.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -36,6 +38,7 @@
 #include "device.h"
 #include "gemm.h"
 #include "tensor_cores.cuh"
+#include "tensor_map.h"
 #include "workspace.h"
 
 namespace tinyvllm::cuda {
@@ -46,9 +49,10 @@ constexpr int kTileK = 32;
 constexpr int kTileBytes = kStripRows * kTileK * 2;
 constexpr int kStepK = 64;  // 128 bytes of a token, two tiles of a strip
 constexpr int kStepTiles = kStepK / kTileK;
-constexpr int kMaxGroups = 8;
+constexpr int kMaxGroups = 2;         // ranges of K
+constexpr int kMaxThreads = 3 * 128;  // so that a thread may begin with 168 registers
 
-enum class Mode { kAlone, kSplit };
+enum class Mode { kAlone, kPair };
 
 struct KernelParams {
   CUtensorMap x_map;  // [t][k], boxes of x_rows x 64, 128-byte swizzle
@@ -104,12 +108,12 @@ __device__ __forceinline__ void load_columns(uint32_t (&words)[4], const KernelP
   }
 }
 
-__device__ __forceinline__ void store_columns(uint32_t (&words)[4], const KernelParams& p,
+// Stores what transpose_quad made of such words.
+__device__ __forceinline__ void store_columns(const uint32_t (&words)[4], const KernelParams& p,
                                               int token, int column, int c) {
   const GemmParams& m = p.gemm;
   auto* out = static_cast<__nv_bfloat16*>(m.out);
   const int row = token + 8 * (c / 2), first = column + 8 * (c % 2);
-  transpose_quad(words, c);
   if (row >= m.t) return;
   __nv_bfloat16* to = out + row * m.out_stride + first;
   if (p.out_is_aligned && column + 16 <= m.n) {
@@ -123,21 +127,37 @@ __device__ __forceinline__ void store_columns(uint32_t (&words)[4], const Kernel
   }
 }
 
-__device__ __forceinline__ void store_floats(const KernelParams& p, int token, int column,
-                                             float low, float high) {
+// The sums of a strip, as they lie in a lane: two lanes exchange halves, so that each stores 16
+// bytes of token and token + 8.
+__device__ __forceinline__ void store_floats(const float* sums, const KernelParams& p, int token,
+                                             int column, int c) {
   const GemmParams& m = p.gemm;
-  if (token >= m.t || column >= m.n) return;
-  float* to = static_cast<float*>(m.out) + token * m.out_stride + column;
-  if (p.out_is_aligned && column + 1 < m.n) {
-    *reinterpret_cast<float2*>(to) = {low, high};
-  } else {
-    to[0] = low;
-    if (column + 1 < m.n) to[1] = high;
+  const bool odd = c % 2 != 0;
+  const int first = column + (odd ? 8 + 2 * (c - 1) : 2 * c);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float got[2], v[4];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      got[e] = __shfl_xor_sync(0xffffffff, odd ? sums[2 * i + e] : sums[4 + 2 * i + e], 1);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      v[e] = odd ? got[e] : sums[2 * i + e];
+      v[2 + e] = odd ? sums[4 + 2 * i + e] : got[e];
+    }
+    const int row = token + 8 * i;
+    if (row >= m.t) continue;
+    float* to = static_cast<float*>(m.out) + row * m.out_stride + first;
+    if (p.out_is_aligned && column + kStripRows <= m.n) {
+      *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (first + e < m.n) to[e] = v[e];
+      }
+    }
   }
-}
-
-__device__ __forceinline__ float bias_at(const GemmParams& m, int column, int offset) {
-  return m.bias != nullptr && column < m.n ? __bfloat162float(m.bias[offset + column]) : 0.0f;
 }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
@@ -155,65 +175,83 @@ __device__ __forceinline__ void load_residual(Residual& residual, const KernelPa
   }
 }
 
-// Finishes the sums of tokens `token` and `token` + 8 and two neighbouring strips, the first even.
-__device__ __forceinline__ void finish(const float (&v)[16], Residual& residual,
-                                       const KernelParams& p, int token, int strip, int c) {
+// Adds to the sums of two neighbouring strips.
+__device__ __forceinline__ void add_bias(float* v, const KernelParams& p, int strip, int c) {
   const GemmParams& m = p.gemm;
-  if (strip >= p.strips) return;
-  if (m.epilogue == GemmEpilogue::kGate) {
-    uint32_t words[4];
-    const int column = strip * 8;
+  const bool is_gate = m.epilogue == GemmEpilogue::kGate;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int at = column + 8 * j + 2 * c;
-      const float gate[2] = {bias_at(m, at, 0), bias_at(m, at + 1, 0)};
-      const float up[2] = {bias_at(m, at, m.n), bias_at(m, at + 1, m.n)};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float* sums = &v[8 * j + 2 * i];
-        words[2 * i + j] = pack_bf16(silu(sums[0] + gate[0]) * (sums[4] + up[0]),
-                                     silu(sums[1] + gate[1]) * (sums[5] + up[1]));
-      }
-    }
-    store_columns(words, p, token, column, c);
-    return;
+  for (int i = 0; i < 16; ++i) {
+    const int s = i / 8, j = i / 4 % 2, e = i % 2;
+    const int column =
+        is_gate ? (strip + s) * 8 + 2 * c + e : (strip + s) * kStripRows + 8 * j + 2 * c + e;
+    if (column < m.n) v[i] += __bfloat162float(m.bias[is_gate && j == 1 ? m.n + column : column]);
   }
+}
+
+// Finishes the sums of tokens `token` and `token` + 8 and of pairs of neighbouring strips: the
+// first one even, the pairs `apart` from each other. All words are made before any is stored, so
+// that a warp, often alone on its scheduler, has independent work.
+template <int kPairs>
+__device__ __forceinline__ void finish(float* v, Residual* residual, const KernelParams& p,
+                                       int token, int strip, int apart, int c) {
+  const GemmParams& m = p.gemm;
+  if (m.bias != nullptr) {
 #pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    const int column = (strip + s) * kStripRows;
-    if (strip + s >= p.strips) break;
-    float sums[8];  // as words: token, half of the strip, one of two
+    for (int i = 0; i < kPairs; ++i) add_bias(&v[16 * i], p, strip + i * apart, c);
+  }
+  if (m.epilogue == GemmEpilogue::kGate) {
+    uint32_t words[kPairs][4];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int s = 0; s < 2; ++s) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          sums[4 * i + 2 * j + e] =
-              v[8 * s + 4 * j + 2 * i + e] + bias_at(m, column + 8 * j + 2 * c + e, 0);
+        for (int half = 0; half < 2; ++half) {  // token, token + 8
+          const float* sums = &v[16 * i + 8 * s + 2 * half];
+          words[i][2 * half + s] = pack_bf16(silu(sums[0]) * sums[4], silu(sums[1]) * sums[5]);
         }
       }
     }
-    if (m.out_is_float) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        store_floats(p, token + 8 * (i / 2), column + 8 * (i % 2) + 2 * c, sums[2 * i],
-                     sums[2 * i + 1]);
-      }
-      continue;
+    for (int i = 0; i < kPairs; ++i) transpose_quad(words[i], c);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      store_columns(words[i], p, token, (strip + i * apart) * 8, c);
     }
-    uint32_t (&words)[4] = residual[s];
-    if (m.epilogue == GemmEpilogue::kAdd) {
-      transpose_quad(words, c);
+    return;
+  }
+  if (m.out_is_float) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[2 * i] += __uint_as_float(words[i] << 16);
-        sums[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000);
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      store_floats(&v[8 * i], p, token, (strip + i / 2 * apart + i % 2) * kStripRows, c);
+    }
+    return;
+  }
+  const auto words_of = [&](int i) -> uint32_t (&)[4] { return residual[i / 2][i % 2]; };
+  if (m.epilogue == GemmEpilogue::kAdd) {
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      transpose_quad(words_of(i), c);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        float* sums = &v[8 * i + 4 * (word % 2) + 2 * (word / 2)];
+        sums[0] += __uint_as_float(words_of(i)[word] << 16);
+        sums[1] += __uint_as_float(words_of(i)[word] & 0xffff0000);
       }
     }
+  }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = pack_bf16(sums[2 * i], sums[2 * i + 1]);
-    store_columns(words, p, token, column, c);
+  for (int i = 0; i < 2 * kPairs; ++i) {
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const float* sums = &v[8 * i + 4 * (word % 2) + 2 * (word / 2)];
+      words_of(i)[word] = pack_bf16(sums[0], sums[1]);
+    }
+    transpose_quad(words_of(i), c);
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs; ++i) {
+    store_columns(words_of(i), p, token, (strip + i / 2 * apart + i % 2) * kStripRows, c);
   }
 }
 
@@ -248,25 +286,23 @@ struct Tile {
   static constexpr int kConsumers = kTokens / 64;  // warpgroups
   static constexpr int kXBytes = kTokens * kStepK * 2;
   static constexpr int kWBytes = kRows * kStepK * 2;
-  // Room for a second block: fewer clusters of 4 fit than there are multiprocessors (NOTES.md), and
-  // the copies of one kernel run while the one before it ends.
-  static constexpr int kBlocks = kMode == Mode::kSplit && kTokens == 64 ? 2 : 1;
-  // Two consumers and one block: setmaxnreg, which moves registers between whole warpgroups.
-  static constexpr bool kMovesRegisters = kConsumers == 2 && kBlocks == 1;
-  static constexpr int kThreads = 128 * kConsumers + (kMovesRegisters ? 128 : 32);
-  static constexpr int kStages = 192 * 1024 / kBlocks / (kXBytes + kWBytes);
-  static constexpr int kSharedBytes = kStages * (kXBytes + kWBytes + 16);
+  static constexpr int kStageBytes = kXBytes + kWBytes;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kStages = 192 * 1024 / kStageBytes;
+  // The sums that come from the other block: half a tile.
+  static constexpr int kSumBytes = kMode == Mode::kPair ? kTokens * kRows * 4 / 2 : 0;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kSumBytes + 16 * kStages + 8;
   // Sums of the groups of K before, beside those of this one: where there are registers for them.
   static constexpr bool kHasTotals = kMode == Mode::kAlone && kRows == 128;
 };
 
 #if TINYVLLM_WGMMA
 // A matrix in shared memory for wgmma: rows of 64 or 128 swizzled bytes (layout 2 or 1), of which
-// eight take group_bytes.
-__device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t group_bytes,
-                                             uint64_t layout) {
-  return (address & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{group_bytes >> 4} << 32 |
-         layout << 62;
+// eight take group_bytes. The low word counts 16 bytes, so 16 inputs further is 2 more.
+__device__ __forceinline__ uint32_t matrix_at(uint32_t address) { return address / 16 | 1u << 16; }
+
+__device__ __forceinline__ uint64_t describe(uint32_t low, uint32_t group_bytes, uint32_t layout) {
+  return uint64_t{group_bytes / 16 | layout << 30} << 32 | low;
 }
 
 #define TINYVLLM_R8(i)                                                                        \
@@ -333,6 +369,11 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// The first copy of a kernel would wait for its map.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void copy_x(uint32_t to, const CUtensorMap* map, int k, int token,
                                        uint32_t barrier) {
   asm volatile(
@@ -351,17 +392,17 @@ __device__ __forceinline__ void copy_w(uint32_t to, const CUtensorMap* map, int 
       : "memory");
 }
 
-// A barrier for the threads of a cluster that publishes no stores.
-__device__ __forceinline__ void cluster_sync_relaxed() {
+// The first step of cluster_wait's barrier, after fence_barrier_init: publishes nothing else.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ float4 load_remote(uint32_t address) {
+__device__ __forceinline__ float4 load_floats(uint32_t address) {
   float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address));
+               : "r"(address)
+               : "memory");
   return v;
 }
 
@@ -379,132 +420,142 @@ struct Slot {
   }
 };
 
-// The thread that fills the ring.
+// The two threads that fill the ring, one with the weight and one with x: asking takes time.
 template <int kTokens, int kRows, Mode kMode>
 __device__ __forceinline__ void produce(const KernelParams& p, uint32_t ring, uint32_t full,
-                                        uint32_t empty, uint32_t rank, int work, int works,
-                                        int work_stride) {
+                                        uint32_t empty, int rank, int work, int works,
+                                        int work_stride, bool is_x) {
   using T = Tile<kTokens, kRows, kMode>;
-  const auto load_w = [&](const TilePlace& tile, int step, int slot) {
-    const uint32_t to = ring + slot * (T::kXBytes + T::kWBytes) + T::kXBytes;
-    barrier_expect(full + 8 * slot, p.x_rows * kStepK * 2 + T::kWBytes);
-    copy_w(to, &p.w_map, tile.row_tile * (kRows / kStripRows), step * kStepTiles, full + 8 * slot);
-  };
-  const auto load_x = [&](const TilePlace& tile, int step, int slot) {
-    copy_x(ring + slot * (T::kXBytes + T::kWBytes), &p.x_map, step * kStepK,
-           tile.token_tile * kTokens, full + 8 * slot);
-  };
-  const int begin = kMode == Mode::kSplit ? first_step(p, rank) : 0;
-  const int end = kMode == Mode::kSplit ? first_step(p, rank + 1) : p.steps;
-  const int early = work < works ? min(T::kStages, end - begin) : 0;
-  TilePlace tile = tile_place(work, p.token_tiles, p.row_tiles);
-  for (int i = 0; i < early; ++i) load_w(tile, begin + i, i);
-  let_next_kernel_start();
-  wait_for_previous_kernels();
-  for (int i = 0; i < early; ++i) load_x(tile, begin + i, i);
-  Slot<T::kStages> slot;
-  int step = begin + early;
-  slot.at = early % T::kStages;
-  slot.parity = early / T::kStages;
-  for (; work < works; work += work_stride) {
-    tile = tile_place(work, p.token_tiles, p.row_tiles);
-    for (; step < end; ++step) {
-      barrier_wait(empty + 8 * slot.at, slot.parity ^ 1);
-      load_w(tile, step, slot.at);
-      load_x(tile, step, slot.at);
-      slot.next();
+  const auto load = [&](const TilePlace& tile, int step, int slot) {
+    const uint32_t to = ring + slot * T::kStageBytes, barrier = full + 8 * slot;
+    if (is_x) {
+      copy_x(to, &p.x_map, step * kStepK, tile.token_tile * kTokens, barrier);
+    } else {
+      barrier_expect(barrier, p.x_rows * kStepK * 2 + T::kWBytes);  // x too, which may come first
+      copy_w(to + T::kXBytes, &p.w_map, tile.row_tile * (kRows / kStripRows), step * kStepTiles,
+             barrier);
     }
-    step = begin;
+  };
+  if (is_x) wait_for_previous_kernels();
+  const int begin = kMode == Mode::kPair ? first_step(p, rank) : 0;
+  const int end = kMode == Mode::kPair ? first_step(p, rank + 1) : p.steps;
+  Slot<T::kStages> slot;
+  int until_next_kernel = T::kStages;
+  for (; work < works; work += work_stride) {
+    const TilePlace tile = tile_place(work, p.token_tiles, p.row_tiles);
+    for (int step = begin; step < end; ++step) {
+      barrier_wait(empty + 8 * slot.at, slot.parity ^ 1);
+      load(tile, step, slot.at);
+      slot.next();
+      if (!is_x && --until_next_kernel == 0) let_next_kernel_start();  // the ring is full
+    }
   }
+  if (!is_x && until_next_kernel > 0) let_next_kernel_start();
 }
 #endif  // TINYVLLM_WGMMA
 
-// Registers: 65,536 over the threads of kBlocks; kMovesRegisters gives the producer's away. Dynamic
-// shared memory: ring [x | weight] and its barriers.
+// Registers: 168 a thread at the start, of which the producers give away most. Dynamic shared
+// memory: ring [x | weight], kPair's sums, barriers.
 template <int kTokens, int kRows, Mode kMode>
-__global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
-                                  Tile<kTokens, kRows, kMode>::kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     gemm_kernel(const __grid_constant__ KernelParams p) {
 #if TINYVLLM_WGMMA
   using T = Tile<kTokens, kRows, kMode>;
   extern __shared__ __align__(1024) char shared[];
-  const uint32_t ring = shared_address(shared);
-  const uint32_t full = ring + T::kStages * (T::kXBytes + T::kWBytes);
-  const uint32_t empty = full + 8 * T::kStages;
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const uint32_t rank = kMode == Mode::kAlone ? 0 : cluster_rank();
-  const int cluster = kMode == Mode::kAlone ? 1 : p.groups;
+  uint32_t ring = shared_address(shared);
+  asm volatile("" : "+r"(ring));  // kept, not made again in every step
+  const uint32_t other_sums = ring + T::kStages * T::kStageBytes;
+  const uint32_t full = other_sums + T::kSumBytes;
+  const uint32_t empty = full + 8 * T::kStages, sums_full = empty + 8 * T::kStages;
+  // From one lane: the compiler then knows that a warp takes one branch, and computes where wgmma
+  // reads (uniform registers) instead of moving it there in every step.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int rank = kMode == Mode::kAlone ? 0 : cluster_rank();
+  constexpr int cluster = kMode == Mode::kAlone ? 1 : 2;
   const int first_work = blockIdx.x / cluster, work_stride = gridDim.x / cluster;
   const int works = p.token_tiles * p.row_tiles;
 
+  if (threadIdx.x == T::kConsumers * 128) {
+    prefetch_map(&p.w_map);
+    prefetch_map(&p.x_map);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, T::kConsumers * 4);
     }
+    if constexpr (kMode == Mode::kPair) barrier_init(sums_full, 1);
     fence_barrier_init();
+    if constexpr (kMode == Mode::kPair) barrier_expect(sums_full, T::kSumBytes);
   }
   __syncthreads();
+  if constexpr (kMode == Mode::kPair) cluster_arrive_relaxed();
 
   if (warpgroup == T::kConsumers) {
-    if constexpr (T::kMovesRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == 0 && lane == 0) {
-      produce<kTokens, kRows, kMode>(p, ring, full, empty, rank, first_work, works, work_stride);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp < 2 && lane == 0) {
+      produce<kTokens, kRows, kMode>(p, ring, full, empty, rank, first_work, works, work_stride,
+                                     warp == 1);
     }
-    if constexpr (kMode == Mode::kSplit) {
+    if constexpr (kMode == Mode::kPair) {
       __syncwarp();
-      cluster_sync();
+      cluster_wait();
     }
   } else {
-    if constexpr (T::kMovesRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     wait_for_previous_kernels();
     constexpr bool kLoadsEarly = kRows <= 128;  // the residual: where there are registers
     float acc[kRows / 2];
-    Slot<T::kStages> slot;
+    Slot<T::kStages> slot, used;
+    const uint32_t x_matrix = matrix_at(ring + warpgroup * 64 * 128);
+    const uint32_t w_matrix = matrix_at(ring + T::kXBytes);
     const int g = lane / 4, c = lane % 4;
-    const auto release = [&](int at) {
-      if (lane == 0) barrier_arrive(empty + 8 * at);
+    const auto release = [&] {
+      if (lane == 0) barrier_arrive(empty + 8 * used.at);
+      used.next();
     };
-    // acc = the sum of a range of steps.
+    // acc = the sum of a range of steps. The tensor cores have the next step before they are done
+    // with this one, and more where the ring is long enough.
+    constexpr int kBehind = T::kStages < 8 ? 1 : 2;
     const auto multiply = [&](int begin, int end) {
-      int before = 0;
       for (int step = begin; step < end; ++step) {
         barrier_wait(full + 8 * slot.at, slot.parity);
-        const uint32_t x = ring + slot.at * (T::kXBytes + T::kWBytes) + warpgroup * 64 * 128;
-        const uint32_t w = ring + slot.at * (T::kXBytes + T::kWBytes) + T::kXBytes;
+        const uint32_t stage = slot.at * (T::kStageBytes / 16);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kStepK / 16; ++i) {
-          wgmma(acc, describe(x + i * 32, 1024, 1),
-                describe(w + i / 2 * (T::kWBytes / 2) + i % 2 * 32, 512, 2), step > begin || i > 0);
+          wgmma(acc, describe(x_matrix + stage + i * 2, 1024, 1),
+                describe(w_matrix + stage + i / 2 * (T::kWBytes / 2 / 16) + i % 2 * 2, 512, 2),
+                step > begin || i > 0);
         }
         wgmma_commit();
-        if (step > begin) {
-          wgmma_wait<1>();
-          release(before);
-        }
-        before = slot.at;
         slot.next();
+        if (step >= begin + kBehind) {
+          wgmma_wait<kBehind>();
+          release();
+        }
       }
       wgmma_wait<0>();
-      release(before);
+#pragma unroll 1
+      for (int step = max(begin, end - kBehind); step < end; ++step) release();
     };
     for (int work = first_work; work < works; work += work_stride) {
       const TilePlace tile = tile_place(work, p.token_tiles, p.row_tiles);
       const int token = tile.token_tile * kTokens + warpgroup * 64 + warp * 16 + g;
       const int strip = tile.row_tile * (kRows / kStripRows);
-      // Of a split tile's pairs of strips, the block finishes every cluster-th.
-      constexpr int kPairs = kRows / 32;
-      const auto pair_of = [&](int i) { return kMode == Mode::kSplit ? rank + i * cluster : i; };
+      // Of a shared tile's pairs of strips, each block finishes every second.
+      constexpr int kPairs = kRows / 32 / cluster;
       Residual residual[kPairs];
-      const auto load_residuals = [&] {
+      constexpr int kAtOnce = kPairs <= 4 ? kPairs : 1;  // what there are registers for
+      const auto load_residuals = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          if (pair_of(i) < kPairs) load_residual(residual[i], p, token, strip + 2 * pair_of(i), c);
+        for (int i = first; i < first + kAtOnce; ++i) {
+          load_residual(residual[i], p, token, strip + 2 * (i * cluster + rank), c);
         }
       };
-      if constexpr (kLoadsEarly) load_residuals();
-      if constexpr (kMode == Mode::kSplit) {
+      if constexpr (kLoadsEarly) load_residuals(0);
+      if constexpr (kMode == Mode::kPair) {
         multiply(first_step(p, rank), first_step(p, rank + 1));
       } else if constexpr (T::kHasTotals) {
         float total[kRows / 2];
@@ -521,55 +572,50 @@ __global__ void __launch_bounds__(Tile<kTokens, kRows, kMode>::kThreads,
       } else {
         multiply(0, p.steps);
       }
-      if constexpr (kMode == Mode::kSplit) {
-        // Every thread leaves its sums where the same thread of the other blocks finds them. All
-        // steps have been read by now, so the ring is free.
+      float sums[16 * kPairs];
+      if constexpr (kMode == Mode::kPair) {
+        // The same thread of the other block finishes the rest, and sends what this one lacks.
+        const int other = rank ^ 1;
+        const uint32_t from = other_sums + threadIdx.x * 16, to = in_block(from, other);
+        const uint32_t to_full = in_block(sums_full, other);
         constexpr int kPlane = T::kConsumers * 128 * 16;  // bytes of one float4 of every consumer
-        const uint32_t mine = ring + threadIdx.x * 16;
-        asm volatile("bar.sync 1, %0;" ::"n"(T::kConsumers * 128) : "memory");
-#pragma unroll
-        for (int i = 0; i < kRows / 8; ++i) {
-          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * kPlane),
-                       "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]),
-                       "f"(acc[4 * i + 3])
-                       : "memory");
-        }
-        cluster_sync();
+        cluster_wait();
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          const int pair = pair_of(i);
-          if (pair >= kPairs) break;
-          float sums[16];
-#pragma unroll 4
-          for (int from = 0; from < cluster; ++from) {
-            const uint32_t theirs = in_block(mine + pair * 4 * kPlane, from);
+          float sent[16];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float4 v = load_remote(theirs + j * kPlane);
-              sums[4 * j] = from == 0 ? v.x : sums[4 * j] + v.x;
-              sums[4 * j + 1] = from == 0 ? v.y : sums[4 * j + 1] + v.y;
-              sums[4 * j + 2] = from == 0 ? v.z : sums[4 * j + 2] + v.z;
-              sums[4 * j + 3] = from == 0 ? v.w : sums[4 * j + 3] + v.w;
-            }
+          for (int j = 0; j < 16; ++j) {
+            const float even = acc[32 * i + j], odd = acc[32 * i + 16 + j];
+            sent[j] = rank == 0 ? odd : even;
+            sums[16 * i + j] = rank == 0 ? even : odd;
           }
-          finish(sums, residual[i], p, token, strip + 2 * pair, c);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            store_remote(to + (4 * i + j) * kPlane,
+                         {sent[4 * j], sent[4 * j + 1], sent[4 * j + 2], sent[4 * j + 3]}, to_full);
+          }
+        }
+        barrier_wait_cluster(sums_full, 0);
+#pragma unroll
+        for (int i = 0; i < 4 * kPairs; ++i) {
+          const float4 v = load_floats(from + i * kPlane);
+          sums[4 * i] += v.x;
+          sums[4 * i + 1] += v.y;
+          sums[4 * i + 2] += v.z;
+          sums[4 * i + 3] += v.w;
         }
       } else {
-        if constexpr (!kLoadsEarly) load_residuals();
+        if constexpr (!kLoadsEarly) load_residuals(0);
 #pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          float sums[16];
+        for (int i = 0; i < 16 * kPairs; ++i) sums[i] = acc[i];
+      }
 #pragma unroll
-          for (int i = 0; i < 16; ++i) sums[i] = acc[16 * pair + i];
-          finish(sums, residual[pair], p, token, strip + 2 * pair, c);
-        }
+      for (int i = 0; i < kPairs; i += kAtOnce) {
+        if (i + kAtOnce < kPairs) load_residuals(i + kAtOnce);
+        finish<kAtOnce>(&sums[16 * i], &residual[i], p, token, strip + 2 * (i * cluster + rank),
+                        2 * cluster, c);
       }
     }
-  }
-  if constexpr (kMode == Mode::kSplit) {
-    __syncwarp();
-    cluster_sync_relaxed();  // no block leaves while another still reads or writes its shared
-                             // memory
   }
 #else
   __trap();  // launched on sm_90 alone, which must be compiled as 90a
@@ -679,16 +725,15 @@ __global__ void __launch_bounds__(kPortableWarps * 32, 1)
     }
   }
   let_next_kernel_start();
+  constexpr int kPairs = kPortableRows / 32;
+  float sums[16 * kPairs];
 #pragma unroll
-  for (int pair = 0; pair < kPortableRows / 32; ++pair) {
-    float sums[16];
+  for (int i = 0; i < 16 * kPairs; ++i) sums[i] = total[i / 4][i % 4];
+  const int token = first_token + warp * 16 + g;
+  Residual residual[kPairs];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sums[i] = total[pair * 4 + i / 4][i % 4];
-    const int token = first_token + warp * 16 + g, strip = first_strip + 2 * pair;
-    Residual residual;
-    load_residual(residual, p, token, strip, c);
-    finish(sums, residual, p, token, strip, c);
-  }
+  for (int i = 0; i < kPairs; ++i) load_residual(residual[i], p, token, first_strip + 2 * i, c);
+  finish<kPairs>(sums, residual, p, token, first_strip, 2, c);
 }
 
 // ---- Launching --------------------------------------------------------------------------------
@@ -704,49 +749,13 @@ bool is_multiple(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Ranges of K: as many as give every multiprocessor of a large GPU a block of 64 weight rows, of
-// at least 512 inputs. A constant, not the GPU's own number: bits should not depend on that.
+// Ranges of K: two where the multiprocessors of a large GPU outnumber its tiles of 64 weight rows
+// so far, of at least 512 inputs. A constant, not the GPU's own number: bits should not depend on
+// that.
 int num_groups(int strips, int steps) {
   constexpr int kBlocks = 132, kMinSteps = 8;
   const int blocks = kBlocks / divide_up(strips, 4);
   return std::clamp(std::min(blocks, steps / kMinSteps), 1, kMaxGroups);
-}
-
-// cuTensorMapEncodeTiled, from the driver that is there: nothing is linked to it.
-decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                           cudaEnableDefault, &result),
-          "cuTensorMapEncodeTiled");
-#else
-    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result),
-          "cuTensorMapEncodeTiled");
-#endif
-    if (result != cudaDriverEntryPointSuccess || entry == nullptr) {
-      throw std::runtime_error(
-          "gemm: the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or newer");
-    }
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
-  return encoder;
-}
-
-template <int kDims>
-void encode(CUtensorMap& map, CUtensorMapDataType type, const void* data,
-            const cuuint64_t (&shape)[kDims], const cuuint64_t (&strides)[kDims - 1],
-            const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle) {
-  cuuint32_t element_strides[kDims];
-  std::fill_n(element_strides, kDims, 1);
-  const CUresult result =
-      tensor_map_encoder()(&map, type, kDims, const_cast<void*>(data), shape, strides, box,
-                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("gemm: cuTensorMapEncodeTiled: error " + std::to_string(result));
-  }
 }
 
 template <typename Kernel>
@@ -783,65 +792,66 @@ void launch_tiles(KernelParams p, Stream stream) {
   p.token_tiles = divide_up(m.t, kTokens);
   p.row_tiles = divide_up(p.strips, kRows / kStripRows);
   p.x_rows = std::min(m.t, kTokens);
-  encode<2>(p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, m.x,
-            {static_cast<cuuint64_t>(m.k), static_cast<cuuint64_t>(m.t)},
-            {static_cast<cuuint64_t>(m.x_stride) * 2}, {kStepK, static_cast<cuuint32_t>(p.x_rows)},
-            CU_TENSOR_MAP_SWIZZLE_128B);
+  encode_tensor_map<2>(p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, m.x,
+                       {static_cast<cuuint64_t>(m.k), static_cast<cuuint64_t>(m.t)},
+                       {static_cast<cuuint64_t>(m.x_stride) * 2},
+                       {kStepK, static_cast<cuuint32_t>(p.x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
   const cuuint64_t tiles = static_cast<cuuint64_t>(p.tiles);
-  encode<3>(p.w_map, CU_TENSOR_MAP_DATA_TYPE_UINT32, m.packed,
-            {kTileBytes / 4, static_cast<cuuint64_t>(p.strips), tiles},
-            {tiles * kTileBytes, kTileBytes}, {kTileBytes / 4, kRows / kStripRows, kStepTiles},
-            CU_TENSOR_MAP_SWIZZLE_NONE);
+  encode_tensor_map<3>(
+      p.w_map, CU_TENSOR_MAP_DATA_TYPE_UINT32, m.packed,
+      {kTileBytes / 4, static_cast<cuuint64_t>(p.strips), tiles}, {tiles * kTileBytes, kTileBytes},
+      {kTileBytes / 4, kRows / kStripRows, kStepTiles}, CU_TENSOR_MAP_SWIZZLE_NONE);
   const int works = p.token_tiles * p.row_tiles;
-  const int cluster = kMode == Mode::kSplit ? p.groups : 1;
-  const int blocks =
-      kMode == Mode::kSplit ? works * cluster : std::min(works, num_multiprocessors());
-  launch(gemm_kernel<kTokens, kRows, kMode>, p, blocks, T::kThreads, cluster, T::kSharedBytes,
+  constexpr int kCluster = kMode == Mode::kPair ? 2 : 1;
+  const int blocks = kMode == Mode::kPair ? 2 * works : std::min(works, num_multiprocessors());
+  launch(gemm_kernel<kTokens, kRows, kMode>, p, blocks, T::kThreads, kCluster, T::kSharedBytes,
          stream);
 }
 
-// The kernels there are, and what they take in cycles of one H200: a step of a tile, and a round of
-// tiles besides its steps. Fitted to the table in NOTES.md.
+// The kernels there are, and the nanoseconds that they take on an H200: a step of a tile while its
+// data are there, and a round of tiles besides its steps. Fitted to the table in NOTES.md.
 struct Choice {
   int tokens, rows;
   Mode mode;
-  int blocks;  // at the same time on a multiprocessor
-  bool takes_groups;
-  int step_cycles, round_cycles;
+  int groups;  // of K that it can take; a pair needs two
+  int step_ns, round_ns;
   void (*launch)(KernelParams, Stream);
 };
 
 template <int kTokens, int kRows, Mode kMode>
-constexpr Choice choice(int step_cycles, int round_cycles) {
-  using T = Tile<kTokens, kRows, kMode>;
-  const bool takes_groups = kMode == Mode::kSplit || T::kHasTotals;
-  return {kTokens,      kRows,       kMode,        T::kBlocks,
-          takes_groups, step_cycles, round_cycles, launch_tiles<kTokens, kRows, kMode>};
+constexpr Choice choice(int step_ns, int round_ns) {
+  const int groups = kMode == Mode::kPair || Tile<kTokens, kRows, kMode>::kHasTotals ? 2 : 1;
+  return {kTokens, kRows, kMode, groups, step_ns, round_ns, launch_tiles<kTokens, kRows, kMode>};
 }
 
 constexpr Choice kChoices[] = {
-    choice<64, 64, Mode::kSplit>(450, 6000),   choice<128, 64, Mode::kSplit>(420, 7000),
-    choice<64, 128, Mode::kAlone>(360, 6000),  choice<64, 256, Mode::kAlone>(600, 5000),
-    choice<128, 128, Mode::kAlone>(550, 6000), choice<128, 256, Mode::kAlone>(1060, 9000),
+    choice<64, 64, Mode::kPair>(140, 3000),    choice<64, 128, Mode::kPair>(180, 3250),
+    choice<128, 64, Mode::kPair>(190, 2750),   choice<128, 128, Mode::kPair>(240, 4750),
+    choice<64, 128, Mode::kAlone>(200, 1250),  choice<64, 256, Mode::kAlone>(500, 5750),
+    choice<128, 128, Mode::kAlone>(440, 3500), choice<128, 256, Mode::kAlone>(640, 7250),
 };
+
+bool can_take(const Choice& choice, const KernelParams& p) {
+  return choice.mode == Mode::kPair ? p.groups == 2 : p.groups <= choice.groups;
+}
 
 const Choice& choose(const KernelParams& p) {
   const int64_t processors = num_multiprocessors();
-  const auto cycles = [&](const Choice& choice) -> int64_t {
-    if (p.groups > 1 && !choice.takes_groups) return INT64_MAX;
-    const int groups = choice.mode == Mode::kSplit ? p.groups : 1;
+  const auto nanoseconds = [&](const Choice& choice) -> int64_t {
+    if (!can_take(choice, p)) return INT64_MAX;
+    const int parts = choice.mode == Mode::kPair ? 2 : 1;
     const int64_t blocks = int64_t{divide_up(p.gemm.t, choice.tokens)} *
-                           divide_up(p.strips, choice.rows / kStripRows) * groups;
-    // Larger clusters leave a tenth of the places empty.
-    const int64_t places = processors * choice.blocks * (groups > 2 ? 10 : 11) / 11;
-    const int64_t rounds = (blocks + places - 1) / places;
-    const int64_t sharing =
-        std::min<int64_t>(choice.blocks, (blocks + processors - 1) / processors);
-    return rounds * (int64_t{divide_up(p.steps, groups)} * choice.step_cycles * sharing +
-                     choice.round_cycles);
+                           divide_up(p.strips, choice.rows / kStripRows) * parts;
+    const int64_t rounds = (blocks + processors - 1) / processors;
+    if (parts > 1 && rounds > 1) return INT64_MAX;  // lone blocks go on without a pause
+    // Of L2, a multiprocessor reads 110 bytes a nanosecond, and all together 11,000.
+    const int64_t bytes = (std::min(p.gemm.t, choice.tokens) + choice.rows) * kStepK * 2;
+    const int64_t copy_ns = bytes * std::max<int64_t>(100, std::min(blocks, processors)) / 11000;
+    return rounds * (divide_up(p.steps, parts) * std::max<int64_t>(choice.step_ns, copy_ns) +
+                     choice.round_ns);
   };
   return *std::min_element(std::begin(kChoices), std::end(kChoices),
-                           [&](const Choice& a, const Choice& b) { return cycles(a) < cycles(b); });
+                           [&](auto& a, auto& b) { return nanoseconds(a) < nanoseconds(b); });
 }
 
 KernelParams make_params(const GemmParams& m) {
@@ -851,8 +861,7 @@ KernelParams make_params(const GemmParams& m) {
   p.tiles = divide_up(m.k, kTileK);
   p.steps = divide_up(m.k, kStepK);
   p.groups = num_groups(p.strips, p.steps);
-  p.out_is_aligned =
-      is_multiple(m.out, m.out_is_float ? 8 : 16) && m.out_stride % (m.out_is_float ? 2 : 8) == 0;
+  p.out_is_aligned = is_multiple(m.out, 16) && m.out_stride % (m.out_is_float ? 4 : 8) == 0;
   p.x_is_aligned = is_multiple(m.x, 16) && m.x_stride % 8 == 0 && m.k % 8 == 0;
   return p;
 }

@@ -27,9 +27,9 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-# (N, K): K split over 4, 2 and 1 blocks and over the most there are, odd sizes, and rows of x that
+# (N, K): K in two halves and in one piece, halves of unlike length, odd sizes, and rows of x that
 # the tensor copies cannot take.
-SHAPES = [(2048, 2048), (3072, 2048), (8192, 1024), (100, 8192), (333, 1000), (96, 61)]
+SHAPES = [(2048, 2048), (3072, 2048), (8192, 1024), (100, 8192), (520, 1160), (333, 1000), (96, 61)]
 # Around the tiles' 64 and 128 tokens, and enough for the largest.
 TOKENS = [17, 31, 64, 65, 100, 128, 200, 257, 1030]
 
