@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from typing import TYPE_CHECKING, Any
 
 from websockets.asyncio.server import ServerConnection
@@ -28,6 +29,9 @@ _SEND_BUFFER = 64 * 1024
 _MAX_BUFFERED = 16 * 1024 * 1024
 """Bytes in a transport: only answers to a flood of ping frames can make so many."""
 _PING = b'{"type":"tinyvllm.ping"}'
+_OPEN = State.OPEN
+_FINAL_TEXT = 0x81
+"""The first byte of a frame that is a whole text message."""
 
 
 class Connection(ServerConnection):
@@ -49,6 +53,8 @@ class Connection(ServerConnection):
         """Whether something runs on it, so that it is not idle; until there is a session, yes."""
         self.refusal: tuple[int, str] | None = None
         """Close code and reason for a client that may not stay, found in the handshake."""
+        self.behind = False
+        """The socket has more than it can pass on: text should wait and gather."""
         # For the watchdog.
         self.behind_since: float | None = None
         self.owed = 0
@@ -57,26 +63,27 @@ class Connection(ServerConnection):
         """Kept by the session: when the client last sent an event."""
 
     @property
-    def behind(self) -> bool:
-        """The socket has more than it can pass on: text should wait and gather."""
-        return self.paused
-
-    @property
     def label(self) -> dict[str, str]:
         """For log records: which socket."""
         return {"connection": str(self.id)[:8]}
 
     @property
     def is_open(self) -> bool:
-        return self.protocol.state is State.OPEN
+        return self.protocol.state is _OPEN
 
-    def write(self, frames: Sequence[bytes]) -> None:
-        """Send text frames (UTF-8) now, in one write. A socket that is not open drops them."""
-        if self.protocol.state is not State.OPEN:
+    def write(self, messages: Sequence[bytes]) -> None:
+        """Send text messages (UTF-8) now, a frame each, in one write. A socket that is not open
+        drops them."""
+        protocol = self.protocol
+        if protocol.state is not _OPEN:
             return
-        for frame in frames:
-            self.protocol.send_text(frame)
-        self.transport.writelines(self.protocol.data_to_send())
+        if protocol.extensions:
+            for message in messages:
+                protocol.send_text(message)
+            self.transport.writelines(protocol.data_to_send())
+        else:
+            # A loop that is full moves 1.3 times as many frames as with the library's.
+            self.transport.write(b"".join(map(text_frame, messages)))
         self.last_sent = self.loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -102,11 +109,13 @@ class Connection(ServerConnection):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.behind = True
         self.behind_since = self.owed_since = self.loop.time()
         self.owed = self.transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.behind = False
         self.behind_since = None
         if self.on_writable is not None:
             # Not from here: the transport is in the middle of its own write.
@@ -115,7 +124,18 @@ class Connection(ServerConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._registry.discard(self)
+        self.behind = False
         self.behind_since = None
+
+
+def text_frame(message: bytes) -> bytes:
+    """A server's frame for a whole text message, without extensions: RFC 6455, section 5.2."""
+    length = len(message)
+    if length < 126:
+        return struct.pack("!BB", _FINAL_TEXT, length) + message
+    if length < 1 << 16:
+        return struct.pack("!BBH", _FINAL_TEXT, 126, length) + message
+    return struct.pack("!BBQ", _FINAL_TEXT, 127, length) + message
 
 
 class Watchdog:

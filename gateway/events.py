@@ -12,11 +12,14 @@ makes one delta of it. So a response whose only viewer is slow has few, large de
 without gaps. A viewer that fell behind another reads several deltas as one (`merge`), which then
 has the last of their numbers, and the first as `first_sequence_number`.
 
-Events are kept as parts, not as JSON: the text of an answer is in memory once.
+The text of an answer is in memory once, as the JSON that it becomes, end to end: a delta is a place
+in it, not an object.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 _LOGPROB_CHARS = 80
 """About what one log-probability entry takes as JSON."""
 _MAX_MERGED = 64 * 1024
-"""Characters that one merged delta holds at most, about."""
+"""Bytes of text that one merged delta holds at most, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +51,61 @@ class Outcome:
     message: str | None = None
 
 
-# One output_text.delta: the beginning that is the same for a whole item, text, log-probabilities.
-# A plain tuple: of the many objects of a gateway these are the most, and the garbage collector
-# does not look at tuples of strings twice.
-_Delta = tuple[bytes, str, "list[dict[str, Any]] | None"]
+class _Deltas:
+    """The output_text.deltas of one message, which are neighbours in the log.
+
+    A gateway has more of them than of anything else, so none is an object: they would be most of
+    its memory, and the garbage collector would stop every stream to walk over them.
+    """
+
+    __slots__ = ("_ends", "_first", "_json", "_logprobs", "_prefix")
+
+    def __init__(self, first: int, where: Mapping[str, Any]) -> None:
+        """`first`: the number of the first; `where`: what is the same in all of them."""
+        self._first = first
+        start = json_text.dumps({"type": "response.output_text.delta", **where})
+        self._prefix = start[:-1] + b',"delta":"'
+        self._json = bytearray()  # all texts, as within a JSON string
+        self._ends = array("I")  # where in it each delta ends
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of those that have any
+
+    def append(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+        if logprobs:
+            self._logprobs[len(self._ends)] = logprobs
+        self._json += json_text.dumps(text)[1:-1]
+        self._ends.append(len(self._json))
+
+    @property
+    def text(self) -> str:
+        text: str = json_text.loads(f'"{self._json.decode()}"')
+        return text
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]]:
+        return [entry for entries in self._logprobs.values() for entry in entries]
+
+    def read(self, start: int, stop: int, suffix: bytes, merge: bool) -> tuple[int, bytes]:
+        """The delta of number `start` as a message; with `merge`, and those before `stop` that
+        follow it, within bounds. Returns the number of the next as well."""
+        ends = self._ends
+        i = start - self._first
+        begin = ends[i - 1] if i else 0
+        last = i
+        if merge:
+            last = min(
+                bisect_left(ends, begin + _MAX_MERGED, i), len(ends) - 1, stop - 1 - self._first
+            )
+        number = self._first + last
+        numbers = b"%d" % number
+        if number > start:
+            numbers += b',"first_sequence_number":%d' % start
+        logprobs = b"[]"
+        if self._logprobs:
+            among = (self._logprobs.get(j, ()) for j in range(i, last + 1))
+            logprobs = json_text.dumps([entry for entries in among for entry in entries])
+        text = self._json[begin : ends[last]]
+        parts = (self._prefix, text, b'","logprobs":', logprobs, b',"sequence_number":')
+        return number + 1, b"".join((*parts, numbers, suffix))
 
 
 class Transcript:
@@ -82,31 +136,35 @@ class Transcript:
         self._model = model
         self._created_at = created_at
         self._defaults = defaults
-        self._log: list[_Delta | dict[str, Any]] = []
+        self.num_events = 0
+        """Numbers 0 to this, less one, are in the log."""
+        self._log: list[dict[str, Any] | _Deltas] = []
+        self._starts: list[int] = []  # the number of each, or of its first delta
         self._pending: list[str] = []
         self._pending_logprobs: list[dict[str, Any]] = []
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._item_id: str | None = None  # of the message that is being written
-        self._text: list[str] = []  # its sealed text
-        self._logprobs: list[dict[str, Any]] = []
-        self._prefix = b""
+        self._deltas: _Deltas | None = None  # its own
         self._outcome: Outcome | None = None
-        self._encoded: tuple[int, int, bool, list[bytes]] = (0, 0, False, [])
 
     # --- Writing --------------------------------------------------------------------------------
 
     def created(self) -> None:
         """The request was accepted."""
         response = self.response()
-        self._log += [
-            {"type": "response.created", "response": response},
-            {"type": "response.in_progress", "response": response},
-        ]
+        self._add({"type": "response.created", "response": response})
+        self._add({"type": "response.in_progress", "response": response})
 
     def queued(self) -> None:
         """The engine has no room for it yet."""
+        assert self._deltas is None  # or the deltas of its message were not neighbours
         response = {**self.response(), "status": "queued"}
-        self._log.append({"type": "response.queued", "response": response})
+        self._add({"type": "response.queued", "response": response})
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._log.append(event)
+        self._starts.append(self.num_events)
+        self.num_events += 1
 
     def add_text(self, text: str) -> None:
         self._pending.append(text)
@@ -133,29 +191,23 @@ class Transcript:
         done = {**item, "status": "completed", "arguments": arguments}
         where = {"item_id": item_id, "output_index": index}
         kind = "response.function_call_arguments"
-        self._log += [
-            {"type": "response.output_item.added", "output_index": index, "item": item},
-            {"type": f"{kind}.delta", **where, "delta": arguments},
-            {"type": f"{kind}.done", **where, "name": call.name, "arguments": arguments},
-            {"type": "response.output_item.done", "output_index": index, "item": done},
-        ]
+        self._add({"type": "response.output_item.added", "output_index": index, "item": item})
+        self._add({"type": f"{kind}.delta", **where, "delta": arguments})
+        self._add({"type": f"{kind}.done", **where, "name": call.name, "arguments": arguments})
+        self._add({"type": "response.output_item.done", "output_index": index, "item": done})
         self._output.append(done)
 
     def seal(self) -> None:
         """Make one delta of the text that gathered, if any."""
         if not self._pending:
             return
-        text = "".join(self._pending)  # also of one: a plain str takes less than a Token
+        deltas = self._deltas or self._open_message()
+        deltas.append("".join(self._pending), self._pending_logprobs)
+        self.num_events += 1
         self._pending.clear()
         self.pending_size = 0
-        if self._item_id is None:
-            self._open_message()
-        self._text.append(text)
-        logprobs = None
         if self._pending_logprobs:
-            logprobs, self._pending_logprobs = self._pending_logprobs, []
-            self._logprobs += logprobs
-        self._log.append((self._prefix, text, logprobs))
+            self._pending_logprobs = []
 
     def finish(self, outcome: Outcome) -> None:
         """The end: closes the message, if there is one, and adds the terminal event.
@@ -165,50 +217,45 @@ class Transcript:
         """
         self.seal()
         completed = outcome.status == "completed"
-        if completed and self._request.generate and not self._output and self._item_id is None:
+        if completed and self._request.generate and not self._output and self._deltas is None:
             self._open_message()
         self._close_message("completed" if completed else "incomplete")
         self._outcome = outcome
         self.status = outcome.status
         self.ended = True
-        self._log.append({"type": f"response.{outcome.status}", "response": self.response()})
+        self._add({"type": f"response.{outcome.status}", "response": self.response()})
 
-    def _open_message(self) -> None:
+    def _open_message(self) -> _Deltas:
         index = len(self._output)
         self._item_id = f"msg_{self.response_id.removeprefix('resp_')}"
         if index:
             self._item_id += f"_{index}"
         where = {"item_id": self._item_id, "output_index": index, "content_index": 0}
-        start = json_text.dumps({"type": "response.output_text.delta", **where})
-        self._prefix = start[:-1] + b',"delta":'
         item = self._message("in_progress", [])
-        self._log += [
-            {"type": "response.output_item.added", "output_index": index, "item": item},
-            {"type": "response.content_part.added", **where, "part": _part("", [])},
-        ]
+        self._add({"type": "response.output_item.added", "output_index": index, "item": item})
+        self._add({"type": "response.content_part.added", **where, "part": _part("", [])})
+        deltas = self._deltas = _Deltas(self.num_events, where)
+        self._log.append(deltas)
+        self._starts.append(self.num_events)
+        return deltas
 
     def _close_message(self, status: str) -> None:
-        if self._item_id is None:
+        if self._deltas is None:
             return
         index = len(self._output)
         where = {"item_id": self._item_id, "output_index": index, "content_index": 0}
-        text, logprobs = "".join(self._text), self._logprobs
+        text, logprobs = self._deltas.text, self._deltas.logprobs
         part = _part(text, logprobs)
         item = self._message(status, [part])
-        self._log += [
-            {"type": "response.output_text.done", **where, "text": text, "logprobs": logprobs},
-            {"type": "response.content_part.done", **where, "part": part},
-            {"type": "response.output_item.done", "output_index": index, "item": item},
-        ]
+        self._add(
+            {"type": "response.output_text.done", **where, "text": text, "logprobs": logprobs}
+        )
+        self._add({"type": "response.content_part.done", **where, "part": part})
+        self._add({"type": "response.output_item.done", "output_index": index, "item": item})
         self._output.append(item)
-        self._item_id, self._text, self._logprobs = None, [], []
+        self._item_id = self._deltas = None
 
     # --- Reading --------------------------------------------------------------------------------
-
-    @property
-    def num_events(self) -> int:
-        """Numbers 0 to this, less one, are in the log."""
-        return len(self._log)
 
     def read(self, start: int, stop: int, *, suffix: bytes, merge: bool) -> list[bytes]:
         """Events `start` to `stop`, less one, as JSON text frames.
@@ -216,62 +263,25 @@ class Transcript:
         `suffix` ends each: "}", or the viewer's stream_id and "}". With `merge`, neighbouring
         deltas become one.
         """
-        key = (start, stop, merge)
-        if self._encoded[:3] != key:
-            # Viewers that keep up ask for the same events, one after the other.
-            self._encoded = (*key, self._encode(start, stop, merge))
-        return [body + suffix for body in self._encoded[3]]
-
-    def _encode(self, start: int, stop: int, merge: bool) -> list[bytes]:
-        bodies: list[bytes] = []
+        messages: list[bytes] = []
         number = start
         while number < stop:
-            event = self._log[number]
-            if isinstance(event, dict):
-                bodies.append(json_text.dumps({**event, "sequence_number": number})[:-1])
+            event = self._log[bisect_right(self._starts, number) - 1]
+            if isinstance(event, _Deltas):
+                number, message = event.read(number, stop, suffix, merge)
+                messages.append(message)
+            else:
+                event = {**event, "sequence_number": number}
+                messages.append(json_text.dumps(event)[:-1] + suffix)
                 number += 1
-                continue
-            first = number
-            number += 1
-            if merge:
-                number = self._end_of_run(first, stop)
-                event = self._merged(first, number)
-            numbers = b"%d" % (number - 1)
-            if number - first > 1:
-                numbers += b',"first_sequence_number":%d' % first
-            prefix, text, logprobs = event
-            bodies.append(
-                b'%b%b,"logprobs":%b,"sequence_number":%b'
-                % (
-                    prefix,
-                    json_text.dumps(text),
-                    json_text.dumps(logprobs) if logprobs else b"[]",
-                    numbers,
-                )
-            )
-        return bodies
-
-    def _end_of_run(self, first: int, stop: int) -> int:
-        """One past the last delta that follows `first` in the same message, within bounds."""
-        size, number, prefix = 0, first, None
-        while number < stop and size < _MAX_MERGED:
-            event = self._log[number]
-            if isinstance(event, dict) or event[0] is not (prefix or event[0]):
-                break
-            prefix = event[0]
-            size += len(event[1])
-            number += 1
-        return number
-
-    def _merged(self, first: int, stop: int) -> _Delta:
-        deltas = [event for event in self._log[first:stop] if isinstance(event, tuple)]
-        entries = [entry for _, _, logprobs in deltas for entry in logprobs or ()]
-        return deltas[0][0], "".join(text for _, text, _ in deltas), entries or None
+        return messages
 
     def forget(self) -> None:
         """Drop the log of a response that has ended; the response object stays."""
         self._log.clear()
-        self._encoded = (0, 0, False, [])
+        self._starts.clear()
+        self._deltas = None
+        self.num_events = 0
 
     def response(self) -> dict[str, Any]:
         """The response object, with what is complete of its output."""

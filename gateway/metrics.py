@@ -28,13 +28,15 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}
+        self.num_frames = 0
+        """Of frames_total; a number of its own, as it is counted at every frame."""
 
     def count(self, name: str, value: str = "", amount: int = 1) -> None:
         """Add to the counter `name`, under the label's `value` where it has one."""
         self._counts[name][value] += amount
 
     def value(self, name: str, value: str = "") -> int:
-        return self._counts[name][value]
+        return self.num_frames if name == "frames_total" else self._counts[name][value]
 
     def render(self, gauges: Mapping[str, float]) -> str:
         """Prometheus text: the counters, and `gauges` as they are now."""
@@ -48,7 +50,7 @@ class Metrics:
                     f'{full}{{{label}="{value}"}} {counts[value]}' for value in sorted(counts)
                 ]
             else:
-                lines.append(f"{full} {counts['']}")
+                lines.append(f"{full} {self.value(name)}")
         lines += _gauges("tinyvllm_gateway_", gauges)
         return "\n".join(lines) + "\n"
 

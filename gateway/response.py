@@ -67,17 +67,19 @@ class Viewer:
 
     def pump(self, transcript: Transcript) -> int:
         """Send what the log has, until the socket is behind. Returns the number of frames."""
-        num_frames = 0
-        while self.ready and self.next_number < transcript.num_events:
+        connection, end, num_frames = self._connection, transcript.num_events, 0
+        while self.next_number < end and self.ready:
             # In pieces: a long history must not fill the transport at once.
-            stop = min(transcript.num_events, self.next_number + (4096 if self._merge else 64))
-            frames = transcript.read(self.next_number, stop, suffix=self._suffix, merge=self._merge)
-            self._connection.write(frames)
+            stop = min(end, self.next_number + (4096 if self._merge else 64))
+            messages = transcript.read(
+                self.next_number, stop, suffix=self._suffix, merge=self._merge
+            )
+            connection.write(messages)
             self.next_number = stop
-            num_frames += len(frames)
+            num_frames += len(messages)
         # What gathers from here on, while the socket is behind, will go as one.
-        self._merge = self._connection.behind
-        if transcript.ended and self.next_number == transcript.num_events:
+        self._merge = connection.behind
+        if transcript.ended and self.next_number == end:
             self.done.set()
         return num_frames
 
@@ -149,7 +151,7 @@ class Response:
     def catch_up(self, viewer: Viewer) -> None:
         """The viewer's socket takes data: send it what gathered."""
         self._seal()
-        self._owner.metrics.count("frames_total", amount=viewer.pump(self.transcript))
+        self._owner.metrics.num_frames += viewer.pump(self.transcript)
 
     # --- Life -----------------------------------------------------------------------------------
 
@@ -229,10 +231,13 @@ class Response:
     # --- Text -----------------------------------------------------------------------------------
 
     async def _read(self, stream: TokenStream) -> None:
-        transcript = self.transcript
+        transcript, event = self.transcript, self._event
         max_pending = self._owner.limits.max_pending_chars
+        plain = event.generate and event.top_logprobs is None and self._parser is None
         async with stream:
-            while not await stream.feed(self._take):
+            while not await (
+                stream.feed_text(self._take_text) if plain else stream.feed(self._take)
+            ):
                 while transcript.pending_size >= max_pending and not self._stopped:
                     self._taken.clear()
                     await self._taken.wait()
@@ -240,8 +245,16 @@ class Response:
             self._put(self._parser.finish())
         self._owner.metrics.count("tokens_total", amount=stream.usage.completion_tokens)
 
+    def _take_text(self, text: str, finish_reason: str | None) -> bool:
+        """Text goes into the log, and to the viewers as one frame. True: no more for now."""
+        self._finish_reason = finish_reason
+        if text:
+            self.transcript.add_text(text)
+            self._flush()
+        return self._is_full
+
     def _take(self, tokens: list[Token]) -> bool:
-        """Tokens go into the log, and to the viewers as one frame. True: no more for now."""
+        """As `_take_text`, where more than the text is wanted."""
         transcript, generate = self.transcript, self._event.generate
         want_logprobs = self._event.top_logprobs is not None
         add = transcript.add_text if self._parser is None else self._add_parsed
@@ -252,8 +265,12 @@ class Response:
                 add(token)
         self._finish_reason = tokens[-1].finish_reason
         self._flush()
-        is_full = transcript.pending_size >= self._owner.limits.max_pending_chars
-        return is_full and self._stopped is None
+        return self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        max_pending = self._owner.limits.max_pending_chars
+        return self.transcript.pending_size >= max_pending and self._stopped is None
 
     def _add_parsed(self, text: str) -> None:
         assert self._parser is not None
@@ -269,11 +286,13 @@ class Response:
 
     def _flush(self) -> None:
         """What is pending goes to every viewer that can take it."""
-        ready = [viewer for viewer in self._viewers if viewer.ready]
-        if ready:
-            self._seal()
-            num_frames = sum(viewer.pump(self.transcript) for viewer in ready)
-            self._owner.metrics.count("frames_total", amount=num_frames)
+        num_frames = 0
+        for viewer in self._viewers:
+            if viewer.ready:
+                self._seal()
+                num_frames += viewer.pump(self.transcript)
+        if num_frames:
+            self._owner.metrics.num_frames += num_frames
 
     def _seal(self) -> None:
         self.transcript.seal()

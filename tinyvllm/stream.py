@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+_MAX_PARTS = 256
+"""Strings that the text which `feed_text` has read is kept in."""
+
 
 class Token(str):
     """One generated token: a `str`, its text delta, which may be empty.
@@ -416,7 +419,9 @@ class TokenStream:
     def __init__(self, state: StreamState, owner: object) -> None:
         self._state = state
         self._owner = owner  # a stream keeps its engine alive
-        self._parts: list[list[str]] = [[] for _ in state.finish_reasons]  # of each choice
+        # Of each choice: what was read, and how many tokens that is.
+        self._parts: list[list[str]] = [[] for _ in state.finish_reasons]
+        self._num_read = [0 for _ in state.finish_reasons]
         self._left = False
         self._home = os.getpid()
 
@@ -546,7 +551,30 @@ class TokenStream:
         and a later `feed`, or iterating, goes on with the next token. Raises what iterating would,
         and what `sink` raises; cancelled, it aborts the request.
         """
-        state = self._state
+        token = self._token
+        return await self._feed(lambda items: sink([token(item) for item in items]))
+
+    async def feed_text(self, sink: Callable[[str, FinishReason | None], bool | None]) -> bool:
+        """As `feed`, with `sink(text, finish_reason)`: the text of all that is ready in one `str`,
+        and the last token's reason. No object is made for a token. For one choice, not for `n`."""
+        if len(self._parts) > 1:
+            raise ValueError(f"feed_text() is for one choice; the request has {len(self._parts)}")
+        parts = self._parts[0]
+
+        def take(items: list[Item]) -> bool | None:
+            text = "".join([item[0] for item in items])
+            self._num_read[0] += len(items)
+            parts.append(text)
+            if len(parts) >= _MAX_PARTS:
+                # Or a full garbage collection walks over every token of every stream.
+                parts[:] = ["".join(parts)]
+            return sink(text, items[-1][2])
+
+        return await self._feed(take)
+
+    async def _feed(self, take: Callable[[list[Item]], bool | None]) -> bool:
+        state, buffer = self._state, self._state.buffer
+        next_item = buffer.popleft
         waiter = self._new_waiter()
         ended: bool | None = None
         error: BaseException | None = None
@@ -555,13 +583,13 @@ class TokenStream:
             nonlocal ended, error
             waiter.notified = False  # before looking: what comes from here on is announced again
             finished = state.finished
-            tokens = [self._token(state.buffer.popleft()) for _ in range(len(state.buffer))]
-            if state.paused and len(state.buffer) < state.resume_below:
+            items = [next_item() for _ in range(len(buffer))]
+            if state.paused and len(buffer) < state.resume_below:
                 state.resume()
             try:
-                if tokens and not state.aborted and sink(tokens):
+                if items and not state.aborted and take(items):
                     ended = False
-                elif state.aborted or (finished and not state.buffer):
+                elif state.aborted or (finished and not buffer):
                     ended = True
             except BaseException as exc:  # the reader's, not the loop's
                 error = exc
@@ -585,9 +613,9 @@ class TokenStream:
 
     def _token(self, item: Item) -> Token:
         text, token_id, reason, logprobs, choice = item
-        parts = self._parts[choice]
-        index = len(parts)
-        parts.append(text)
+        index = self._num_read[choice]
+        self._num_read[choice] = index + 1
+        self._parts[choice].append(text)
         if logprobs is None:
             return Token(text, token_id, index, None, None, reason, choice)
         return Token(text, token_id, index, *logprobs, reason, choice)

@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import sys
+import time
 import urllib.request
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ NUM_STREAMS = 1000 if FULL else 100
 NUM_FAULTY = 300 if FULL else 60
 SECONDS = 10 if FULL else 3
 MAX_LATE_MS = 50
+MAX_OTHERS = 0.1
+"""Cores that others may use while lateness is measured and counted against the gateway."""
 
 
 @asynccontextmanager
@@ -76,15 +79,31 @@ async def drive(url: str, count: int, seconds: float) -> dict[str, Any]:
     return seen
 
 
-async def on_time(url: str, count: int) -> dict[str, Any]:
-    """Drives `count` streams; they must be on time. Others use this machine too, and what they
-    do to it is not the gateway's: the best of three counts."""
+async def on_time(server: Process, url: str, count: int) -> dict[str, Any]:
+    """Drives `count` streams; they must be on time, at the first attempt. Only one during which
+    others were seen to use this machine may be late, and is repeated: that is not the gateway's."""
     for _ in range(3):
+        clock, busy, ours = time.monotonic(), busy_seconds(), our_seconds(server)
         seen = await drive(url, count, SECONDS)
+        used = (busy_seconds() - busy) - (our_seconds(server) - ours)
+        others = used / (time.monotonic() - clock)
+        print(f"others used {others:.2f} cores")
         if seen["p99_ms"] < MAX_LATE_MS:
-            break
-    assert seen["p99_ms"] < MAX_LATE_MS
-    return seen
+            return seen
+        assert others > MAX_OTHERS, seen
+    pytest.skip(f"late while others use this machine: p99 {seen['p99_ms']:.0f} ms")
+
+
+def busy_seconds() -> float:
+    """CPU time that this machine's cores were not idle, or were another machine's."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def our_seconds(server: Process) -> float:
+    """CPU time of the server, of this process and of its children that have ended."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + sum(os.times()[:4])
 
 
 async def metric(url: str, name: str) -> int:
@@ -114,8 +133,8 @@ async def until_idle(url: str) -> None:
 
 
 async def test_many_streams_are_on_time() -> None:
-    async with gateway(100, 1_000_000, "--resume-seconds", "0") as (_, url):
-        seen = await on_time(url, NUM_STREAMS)
+    async with gateway(100, 1_000_000, "--resume-seconds", "0") as (server, url):
+        seen = await on_time(server, url, NUM_STREAMS)
         assert seen["tokens_per_second"] > 0.8 * 100 * NUM_STREAMS
         await until_idle(url)
 
@@ -194,7 +213,7 @@ async def test_bad_clients_hurt_only_themselves() -> None:
 
     flags = "--resume-seconds 20 --stall-seconds 2 --ping-seconds 0.3 --max-events-per-second 0"
     async with (
-        gateway(rate, num_tokens, *flags.split()) as (_, url),
+        gateway(rate, num_tokens, *flags.split()) as (server, url),
         ChaosProxy(int(url.rstrip("/").rpartition(":")[2]), faults_of) as proxy,
         ChaosProxy(
             int(url.rstrip("/").rpartition(":")[2]), lambda _: Faults(stall_after=3000)
@@ -209,7 +228,7 @@ async def test_bad_clients_hurt_only_themselves() -> None:
         followers = [
             asyncio.create_task(follow(bad, num_tokens)) for _ in range(NUM_FAULTY * 2 // 3)
         ]
-        await on_time(url, 20)
+        await on_time(server, url, 20)
         await asyncio.gather(*followers)
         await until_idle(url)
         dropped = 'tinyvllm_gateway_connections_dropped_total{reason="stalled"}'

@@ -97,6 +97,39 @@ async def test_the_wire_gives_what_the_library_gives(smollm2_dir: Path) -> None:
         assert time.monotonic() - closed_at < RESUME_SECONDS + 2
 
 
+async def test_the_last_viewer_to_leave_frees_the_blocks(smollm2_dir: Path) -> None:
+    """Not before the window, in which it may come back, is over; then within a step or two: the
+    one that runs, and the one that was launched behind it."""
+    async with (
+        AsyncEngine(smollm2_dir, max_num_seqs=4) as engine,
+        Gateway(engine, port=0, limits=Limits(resume_seconds=RESUME_SECONDS)) as gateway,
+    ):
+        url = f"ws://127.0.0.1:{gateway.port}/v1/responses"
+        event = {"type": "response.create", "input": "Tell me a long story."}
+        async with asyncio.timeout(30), connect(url, proxy=None) as second:
+            async with connect(url, proxy=None) as first:
+                await first.send(json.dumps(event | {"tinyvllm": {"ignore_eos": True}}))
+                created = json.loads(await first.recv())
+                response_id = created["response"]["id"]
+                event = {"type": "response.resume", "response_id": response_id}
+                await second.send(json.dumps(event))
+                while json.loads(await second.recv())["type"] != "response.output_text.delta":
+                    pass
+            # One is left: nothing ends.
+            await asyncio.sleep(RESUME_SECONDS * 1.5)
+            assert engine.stats().num_running == 1
+        closed_at = time.monotonic()
+        (response,) = gateway.responses.live.values()
+        async with asyncio.timeout(10):
+            while not response.transcript.ended:
+                assert engine.stats().num_running == 1
+                await asyncio.sleep(0)
+        num_steps = engine.stats().num_steps
+        assert time.monotonic() - closed_at >= RESUME_SECONDS * 0.9
+        await idle(engine)
+        assert engine.stats().num_steps - num_steps <= 2
+
+
 @pytest.mark.chromium
 @pytest.mark.skipif(find_chromium() is None, reason="no chromium in PATH (apt install chromium)")
 async def test_the_page_streams_and_stops(smollm2_dir: Path, tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ class FakeStream:
             if sink([token]):
                 return False
 
+    async def feed_text(self, sink: Any) -> bool:
+        return await self.feed(lambda tokens: sink("".join(tokens), tokens[-1].finish_reason))
+
     async def __anext__(self) -> Token:
         while True:
             if self.aborted.is_set():

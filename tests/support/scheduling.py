@@ -213,13 +213,11 @@ class World:
         assert schedule.num_decodes == sum(is_decode)
         assert schedule.is_pure_decode == (bool(is_decode) and all(is_decode))
         decodes = {s for s in self.seqs if s.status is SequenceStatus.DECODE and not s.paused}
-        waiting_for_token = {
-            s
-            for s in decodes
-            if self.unseen.get(s) and (s.waits_for_token or s.num_scheduled_tokens + 1 >= s.max_len)
+        whose_last_is_on_its_way = {
+            s for s in decodes if self.unseen.get(s) and s.num_scheduled_tokens + 1 >= s.max_len
         }
         running = set(scheduled[: schedule.num_decodes])
-        assert running <= decodes <= running | waiting_for_token, "every decode runs"
+        assert running <= decodes <= running | whose_last_is_on_its_way, "every decode runs"
         assert not schedule.preempted or not self.in_flight, "preempted under a step in flight"
 
         # Strict order: whoever lost its place while runnable lost it to a better one ...
