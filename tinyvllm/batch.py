@@ -94,6 +94,18 @@ class SamplingBatch:
     seeds: torch.Tensor  # [R] i64
     step_idx: torch.Tensor  # [R] i32
 
+    def narrow(self, num_logits: int) -> SamplingBatch:
+        """Views of the first rows."""
+        return SamplingBatch(
+            token_ids=self.token_ids[:num_logits],
+            temperature=self.temperature[:num_logits],
+            top_k=self.top_k[:num_logits],
+            top_p=self.top_p[:num_logits],
+            min_p=self.min_p[:num_logits],
+            seeds=self.seeds[:num_logits],
+            step_idx=self.step_idx[:num_logits],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -148,7 +160,7 @@ class StepRows:
 
     def narrow(self, size: BatchSize) -> StepRows:
         """Views of the first rows; nothing is allocated."""
-        whole, draw = self.forward, self.sampling
+        whole = self.forward
         num_tokens, num_seqs, num_logits = size.num_tokens, size.num_seqs, size.num_logits
         return StepRows(
             self.packed,
@@ -161,15 +173,7 @@ class StepRows:
                 block_tables=whole.block_tables[:num_seqs],
                 logits_indices=whole.logits_indices[:num_logits],
             ),
-            SamplingBatch(
-                token_ids=draw.token_ids[:num_logits],
-                temperature=draw.temperature[:num_logits],
-                top_k=draw.top_k[:num_logits],
-                top_p=draw.top_p[:num_logits],
-                min_p=draw.min_p[:num_logits],
-                seeds=draw.seeds[:num_logits],
-                step_idx=draw.step_idx[:num_logits],
-            ),
+            self.sampling.narrow(num_logits),
             self.source_rows[:num_tokens],
         )
 

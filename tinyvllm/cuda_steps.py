@@ -12,7 +12,7 @@ rows, tables and KV blocks, a later one changes only after it.
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,35 +22,49 @@ from tinyvllm.batch import NUM_STAGES, BatchSize, StepRows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tinyvllm.batch import Batch, Buckets
+    from tinyvllm.batch import Batch, Buckets, SamplingBatch
+
+    Run = Callable[[StepRows, BatchSize, bool], None]
+    Graphs = dict[tuple[BatchSize, bool], torch.cuda.CUDAGraph]
 
 
 class CudaStep:
     """A launched step."""
 
-    __slots__ = ("_begin", "_count", "_end", "_ids", "_last_end")
+    __slots__ = ("begin", "drawn", "end", "forward_end", "ids", "last_end", "resumed")
 
     def __init__(
         self,
         ids: torch.Tensor,
-        count: int,
+        drawn: torch.Tensor,
         begin: torch.cuda.Event,
-        end: torch.cuda.Event,
         last_end: torch.cuda.Event | None,
     ) -> None:
-        self._ids, self._count = ids, count
-        self._begin, self._end, self._last_end = begin, end, last_end
+        """`drawn` [R] is what the device draws, `ids` the host's memory for it."""
+        self.ids, self.drawn = ids, drawn
+        self.begin, self.end, self.last_end = begin, _new_event(), last_end
+        # Of a step whose draw is launched by itself: between these it may have waited for that.
+        self.forward_end: torch.cuda.Event | None = None
+        self.resumed: torch.cuda.Event | None = None
 
     def wait(self) -> list[int]:
         """Block, without the GIL, until the ids are there."""
-        self._end.synchronize()
-        ids: list[int] = self._ids[: self._count].tolist()
+        self.end.synchronize()
+        ids: list[int] = self.ids[: len(self.drawn)].tolist()
         return ids
 
     def seconds(self) -> tuple[float, float]:
-        """After `wait`: the device's time in the step, and idle before it."""
-        idle = 0.0 if self._last_end is None else self._last_end.elapsed_time(self._begin) / 1e3
-        return self._begin.elapsed_time(self._end) / 1e3, idle
+        """After `wait`: the device's time in the step, and idle before it and in it."""
+        busy = self.begin.elapsed_time(self.end) / 1e3
+        idle = 0.0 if self.last_end is None else self.last_end.elapsed_time(self.begin) / 1e3
+        if self.forward_end is not None and self.resumed is not None:
+            waited = self.forward_end.elapsed_time(self.resumed) / 1e3
+            return busy - waited, idle + waited
+        return busy, idle
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class DeviceRows:
@@ -88,11 +102,16 @@ class DeviceRows:
         return self._rows.narrow(size)
 
     @property
+    def sampling(self) -> SamplingBatch:
+        """Of the largest step."""
+        return self._rows.sampling
+
+    @property
     def drawn(self) -> torch.Tensor:
         """What the last step drew: [max_num_seqs] i32."""
         return self._rows.sampling.token_ids
 
-    def upload(self, batch: Batch) -> StepRows:
+    def upload(self, batch: Batch) -> None:
         """Bring the device's rows up to date, behind the steps launched before."""
         self.stage = (self.stage + 1) % NUM_STAGES
         if not batch.is_pure_decode:
@@ -113,7 +132,6 @@ class DeviceRows:
             self._tables.view(-1).index_copy_(
                 0, self._new_places[:count], self._new_block_ids[:count]
             )
-        return self.narrow(batch.size)
 
 
 class CudaSteps:
@@ -127,15 +145,17 @@ class CudaSteps:
         max_num_batched_tokens: int,
         max_blocks: int,
         buckets: Buckets,
-        run: Callable[[StepRows, BatchSize, bool], None],
+        run: Run,
+        run_forward: Run,
     ) -> None:
-        """`run(rows, size, is_pure_decode)` calls the ops of one step, from ids to ids."""
+        """`run(rows, size, is_pure_decode)` calls the ops of one step, from ids to ids, and
+        `run_forward` those up to the logits."""
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self._device = device
         self._buckets = buckets
-        self._run = run
+        self._run, self._run_forward = run, run_forward
         self.rows = DeviceRows(
             device,
             max_num_seqs=max_num_seqs,
@@ -145,10 +165,12 @@ class CudaSteps:
         )
         self._ids = self.rows.staging(max_num_seqs, torch.int32)
         self._last_end: torch.cuda.Event | None = None
-        self._graphs: dict[tuple[BatchSize, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: Graphs = {}
+        self._forward_graphs: Graphs = {}
 
     def capture_all(self, report: Callable[[float], None]) -> None:
-        """A graph for every size. `report` is told the fraction done."""
+        """A graph for every size, and one of its forward pass alone: at a request's first step that
+        needs one it would cost everybody's. `report` is told the fraction done."""
         keys = [(BatchSize(n, n, n), True) for n in self._buckets.every_decode()]
         keys += [(size, False) for size in self._buckets.every_mixed()]
         # Once without: modules are loaded and workspaces allocated at a first call. The largest
@@ -158,40 +180,63 @@ class CudaSteps:
         self._stream.synchronize()
         pool = torch.cuda.graph_pool_handle()
         gc.collect()  # a finalizer that frees device memory would spoil a capture
-        for i, (size, is_pure_decode) in enumerate(keys):
+        for i, key in enumerate(keys):
             report(i / len(keys))
-            rows = self.rows.narrow(size)
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._run(rows, size, is_pure_decode)
-            finally:
-                graph.capture_end()
-            self._graphs[size, is_pure_decode] = graph
+            self._graphs[key] = self._capture(self._run, key, pool)
+            self._forward_graphs[key] = self._capture(self._run_forward, key, pool)
+
+    def _capture(self, run: Run, key: tuple[BatchSize, bool], pool: Any) -> torch.cuda.CUDAGraph:
+        rows = self.rows.narrow(key[0])
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run(rows, *key)
+        finally:
+            graph.capture_end()
+        return graph
 
     def launch(self, batch: Batch) -> CudaStep:
         """Start one step behind those that run already."""
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        step = self._start(batch, self._graphs, self._run)
+        self.finish(step)
+        return step
+
+    def launch_forward(self, batch: Batch) -> CudaStep:
+        """The same up to the logits. Before the next is launched comes, after whatever wait,
+        `resume`, then the draw, then `finish`."""
+        step = self._start(batch, self._forward_graphs, self._run_forward)
+        step.forward_end = _new_event()
+        step.forward_end.record()
+        return step
+
+    def resume(self, step: CudaStep) -> None:
+        """Before its draw is launched."""
+        step.resumed = _new_event()
+        step.resumed.record()
+
+    def finish(self, step: CudaStep) -> None:
+        """Behind its draw."""
+        if len(step.drawn):
+            step.ids[: len(step.drawn)].copy_(step.drawn, non_blocking=True)
+        step.end.record()
+        self._last_end = step.end
+
+    def _start(self, batch: Batch, graphs: Graphs, run: Run) -> CudaStep:
+        begin = _new_event()
         begin.record()
-        rows = self.rows.upload(batch)
-        graph = self._graphs.get((batch.size, batch.is_pure_decode))
+        self.rows.upload(batch)
+        graph = graphs.get((batch.size, batch.is_pure_decode))
         if graph is not None:
             graph.replay()
         else:
-            self._run(rows, batch.size, batch.is_pure_decode)
-        ids = self._ids[self.rows.stage]
-        if batch.num_logits:
-            drawn = rows.sampling.token_ids[: batch.num_logits]
-            ids[: batch.num_logits].copy_(drawn, non_blocking=True)
-        end.record()
-        step = CudaStep(ids, batch.num_logits, begin, end, self._last_end)
-        self._last_end = end
-        return step
+            run(self.rows.narrow(batch.size), batch.size, batch.is_pure_decode)
+        drawn = self.rows.drawn[: batch.num_logits]
+        return CudaStep(self._ids[self.rows.stage], drawn, begin, self._last_end)
 
     def close(self) -> None:
         """Wait for what was launched and give every byte back."""
         self._stream.synchronize()
         self._graphs.clear()
+        self._forward_graphs.clear()
         _C.release_workspace(self._device.index)
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))

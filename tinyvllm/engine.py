@@ -5,7 +5,10 @@
 
     engine thread:  receive ─► schedule ─► build ─► launch N+1 ─► deliver N-1 ─► result N ─► update
                        ▲  blocked here, at no cost, while nothing can run                     │ N
-                       └──────────────────────────────────────────────────────────────────────┘
+                       └────────────────────────────────────────────────── (draw N+1) ◄───────┘
+
+Of a step whose draw depends on the token before (structured output) only the forward pass is
+launched ahead; the draw follows when the host has that token and made the mask for the next.
 
 A step is launched before the last one's result is known (scheduler.py says what that takes), and a
 step's tokens are delivered when the next is on its way: the device always has work, while this
@@ -64,10 +67,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tinyvllm.config import EngineConfig, ModelConfig
-    from tinyvllm.model_runner import Logprobs, Step
+    from tinyvllm.model_runner import Step
     from tinyvllm.sampling_params import SamplingParams
     from tinyvllm.scheduler import Update
     from tinyvllm.sequence import FinishReason, Schedule
+    from tinyvllm.slot_logits import Logprobs
     from tinyvllm.stream import Item
 
 logger = logging.getLogger(__name__)
@@ -636,14 +640,13 @@ class Engine:
             if state.allowed is None:
                 state.allowed = self._allowed_tokens(params)
             seq.allowed = state.allowed
-            seq.waits_for_token = seq.allowed is not None and seq.allowed.depends_on_output
             for choice in range(1, params.n):
                 seed = (seq.seed + choice + 2**63) % 2**64 - 2**63
                 seq.fork(next(self._seq_ids), choice, seed)
             state.sequences = (seq, *seq.forks)
             for fork in seq.forks:
                 fork.allowed = seq.allowed and seq.allowed.fork()
-            if seq.waits_for_token:
+            if seq.allowed is not None and seq.allowed.depends_on_output:
                 self._followed |= {each.seq_id: each for each in state.sequences}
             for each in state.sequences:
                 each.detokenizer = Detokenizer(
@@ -708,11 +711,6 @@ class Engine:
     def _step(self) -> None:
         """Launch a step, then deliver an earlier one's tokens and take the oldest result."""
         start = perf_counter()
-        if self._followed and self._runner.buckets is None:
-            # Scheduled now they would be left out, and a CPU builds no such step ahead anyway.
-            self._finish_launched()
-            if not self._scheduler.has_work:
-                return
         schedule = self._scheduler.schedule()
         scheduled = built = launched = perf_counter()
         runs_ahead = self._runner.runs_ahead and self._builder.runs_ahead(schedule)
@@ -756,6 +754,8 @@ class Engine:
                 seq.owner.prompt_logprobs[position : position + len(logprobs)] = logprobs
         if self._followed:
             self._follow()
+        if self._in_flight:
+            self._in_flight[0][1].draw()
         if update.finished:
             self._cancel_useless()
         if update.entries:
@@ -770,7 +770,7 @@ class Engine:
             timings.update += perf_counter() - drawn
 
     def _follow(self) -> None:
-        """Before their next step: what may come after the tokens that sequences have got."""
+        """Before their next draw: what may come after the tokens that sequences have got."""
         for seq_id, seq in list(self._followed.items()):
             if seq.finish_reason is not None:
                 del self._followed[seq_id]
@@ -950,6 +950,7 @@ class Engine:
                 self._scheduler.abort_all()
                 for schedule, step in self._in_flight:
                     step.cancel()
+                    step.draw()
                     self._scheduler.update(schedule, step.result().token_ids)
                 self._final_stats = self._snapshot()
         except Exception:

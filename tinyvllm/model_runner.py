@@ -3,12 +3,18 @@
     launch(batch):  (advance_decode) ─► forward ─► sample ─► token ids
                     replayed as one graph: on a GPU every step, on a CPU pure decode
 
-A step with rows that ask for more than a draw goes on, op by op, and is waited for:
+A step with special rows, which ask for more than a draw from their logits, is launched in two:
 
-                    forward ─► adjust_logits ─► sample ─► count_tokens ─► top_logprobs
+    launch(batch):  (advance_decode) ─► forward     a graph of its own
+    draw():         adjust_logits ─► sample ─► count_tokens ─► top_logprobs (slot_logits.py)
 
-Weights, KV pool and activations are allocated once, here; a step allocates nothing but the results
-of the last line and, at the first request that needs it, the state of its slots (slot_logits.py).
+The draw follows at once, unless a mask in it depends on a token (structured output) that the step
+before, still in flight, draws: then the forward pass runs while the host waits for that token, and
+the draw when it has made the mask. On a CPU a step with prompts, and every step without graphs, is
+run op by op to its end.
+
+Weights, KV pool and activations are allocated once, here; a step allocates nothing, but for the
+state of slots at the first request that has any, and prompt_logprobs.
 
 Threads: `num_threads` sizes the pool of the native ops, which the engines of a process share. The
 thread count of torch, which ops="reference" runs on, is the process's and is left alone.
@@ -33,15 +39,16 @@ from tinyvllm.ops import get_ops
 from tinyvllm.slot_logits import SlotLogits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
     from collections.abc import Sequence as Seq
     from os import PathLike
 
-    from tinyvllm.batch import Batch, BatchSize, PromptChunk, StepRows
+    from tinyvllm.batch import Batch, BatchSize, PromptChunk, SamplingBatch, StepRows
     from tinyvllm.config import EngineConfig, ModelConfig
     from tinyvllm.cuda_steps import CudaStep, CudaSteps
     from tinyvllm.ops import Graph, Launch, Stream
     from tinyvllm.sequence import Sequence
+    from tinyvllm.slot_logits import Logprobs, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +60,9 @@ _MAX_GRAPHS = 64
 # of a second, and one that fills a GPU.
 DEFAULT_SIZES = {"cpu": (64, 256), "cuda": (256, 8192)}
 
-Logprobs = tuple[float, dict[int, float]]
+
+PromptLogprobs = tuple["Sequence", int, list["Logprobs"]]
+"""(sequence, position of the first token, what was asked about it and those behind it)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +77,16 @@ class StepOutput:
     """Time inside ops."""
     idle_seconds: float
     """Time before it, since the end of the last step's ops, in which no ops ran."""
-    prompt_logprobs: Seq[tuple[Sequence, int, list[Logprobs]]] = ()
-    """(sequence, position of the first token, what was asked about it and those behind it)."""
+    prompt_logprobs: Seq[PromptLogprobs] = ()
 
 
 class Step(Protocol):
     """A launched step."""
+
+    def draw(self) -> None:
+        """Launch the draw, where `launch` could not: to be called when the result of the step
+        before has been taken and followed, before the next launch. Else does nothing."""
+        ...
 
     def result(self) -> StepOutput:
         """Waits for its end; the GIL is free meanwhile."""
@@ -85,12 +98,15 @@ class Step(Protocol):
 
 
 class _GraphStep:
-    """A graph on the CPU's stream."""
+    """One graph on the CPU's stream."""
 
     __slots__ = ("_launch",)
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
+
+    def draw(self) -> None:
+        pass
 
     def result(self) -> StepOutput:
         launch = self._launch
@@ -98,6 +114,46 @@ class _GraphStep:
 
     def cancel(self) -> None:
         self._launch.cancel()
+
+
+class _SpecialGraphStep:
+    """Two graphs on the CPU's stream: that of the forward pass, then that of the draw."""
+
+    __slots__ = ("_batch", "_cancelled", "_drawing", "_forward", "_plan", "_runner")
+
+    def __init__(self, runner: ModelRunner, batch: Batch, forward: Launch) -> None:
+        self._runner, self._batch, self._forward = runner, batch, forward
+        self._drawing: Launch | None = None
+        self._plan: Plan
+        self._cancelled = False
+
+    def draw(self) -> None:
+        if self._drawing is None and not self._cancelled:
+            self._plan, self._drawing = self._runner.launch_draw(self._batch)
+
+    def result(self) -> StepOutput:
+        forward, drawing = self._forward, self._drawing
+        if drawing is None:
+            assert self._cancelled, "draw() was left out"
+            forward.result()
+            token_ids = [0] * self._batch.num_logits
+            return StepOutput(token_ids, {}, forward.seconds, forward.idle_seconds)
+        try:
+            token_ids = drawing.result()
+        finally:
+            forward.result()  # an error of it caused what comes later
+        return StepOutput(
+            token_ids,
+            self._runner.slot_logits.logprobs(self._plan),
+            forward.seconds + drawing.seconds,
+            forward.idle_seconds + drawing.idle_seconds,
+        )
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._drawing is not None:  # first: nothing is to be drawn from half a forward pass
+            self._drawing.cancel()
+        self._forward.cancel()
 
 
 class _CudaStep:
@@ -108,11 +164,43 @@ class _CudaStep:
     def __init__(self, step: CudaStep) -> None:
         self._step = step
 
+    def draw(self) -> None:
+        pass
+
     def result(self) -> StepOutput:
         return StepOutput(self._step.wait(), {}, *self._step.seconds())
 
     def cancel(self) -> None:
         """A step takes less time than to stop it would."""
+
+
+class _SpecialCudaStep:
+    """A graph on a GPU's stream, then the ops of the draw."""
+
+    __slots__ = ("_batch", "_plan", "_prompt_logprobs", "_runner", "_step")
+
+    def __init__(self, runner: ModelRunner, batch: Batch, step: CudaStep) -> None:
+        self._runner, self._batch, self._step = runner, batch, step
+        self._plan: Plan | None = None
+        self._prompt_logprobs: list[PromptLogprobs] = []
+
+    def draw(self) -> None:
+        if self._plan is None:
+            self._plan = self._runner.draw_behind(self._step, self._batch)
+            # The step that comes next overwrites what they are made of.
+            self._prompt_logprobs = self._runner.prompt_logprobs(self._batch)
+
+    def result(self) -> StepOutput:
+        assert self._plan is not None, "draw() was left out"
+        return StepOutput(
+            self._step.wait(),
+            self._runner.slot_logits.logprobs(self._plan),
+            *self._step.seconds(),
+            self._prompt_logprobs,
+        )
+
+    def cancel(self) -> None:
+        pass
 
 
 class _EagerStep:
@@ -122,6 +210,9 @@ class _EagerStep:
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
+
+    def draw(self) -> None:
+        pass
 
     def result(self) -> StepOutput:
         return self._output
@@ -193,24 +284,75 @@ class ModelRunner:
             self._stream = self.ops.new_stream()
         self.runs_ahead = use_graphs and config.async_scheduling
         """A step may be launched before the result of the last one is asked for."""
-        self._graphs: OrderedDict[int, Graph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._draw_graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._slot_logits: SlotLogits | None = None
         self._ops_ended = perf_counter()  # of eager steps
 
     def launch(self, batch: Batch) -> Step:
-        """Start one step, behind those that run already. Graphs run beside the caller; what needs
-        ops of its own is run to its end here, alone, with the GIL free during native ops."""
+        """Start one step, behind those that run already. What is not run as graphs is run to its
+        end here, alone, with the GIL free during native ops."""
+        step: _SpecialGraphStep | _SpecialCudaStep
         is_plain = not batch.special and not batch.prompt_chunks
         if self._cuda is not None:
-            step = self._cuda.launch(batch)
             if is_plain:
-                return _CudaStep(step)
-            # Its graph has run the forward pass, and drawn what is drawn again here.
-            return _EagerStep(self._run_eagerly(batch, self._cuda.rows.narrow(batch.size)))
-        if self._stream is not None and batch.is_pure_decode and is_plain:
-            graph = self._decode_graph(batch)
+                return _CudaStep(self._cuda.launch(batch))
+            step = _SpecialCudaStep(self, batch, self._cuda.launch_forward(batch))
+        elif self._stream is None or not batch.is_pure_decode:
+            return _EagerStep(self._run_eagerly(batch))
+        elif is_plain:
+            graph = self._decode_graph(batch, draws=True)
             return _GraphStep(self._stream.launch(graph, batch.rows.sampling.token_ids))
-        return _EagerStep(self._run_eagerly(batch, batch.rows))
+        else:
+            graph = self._decode_graph(batch, draws=False)
+            nothing = batch.rows.sampling.token_ids[:0]
+            step = _SpecialGraphStep(self, batch, self._stream.launch(graph, nothing))
+        if not any(_awaits_token(seq) for _, seq in batch.special):
+            step.draw()
+        return step
+
+    @property
+    def slot_logits(self) -> SlotLogits:
+        """Made at the first step with special rows."""
+        if self._slot_logits is None:
+            num_rows, vocab_size = self._buffers.logits.shape
+            self._slot_logits = SlotLogits(
+                self.ops,
+                num_slots=self.max_num_seqs,
+                num_rows=num_rows,
+                vocab_size=vocab_size,
+                device=self.device,
+                is_copied=self._cuda is not None,
+                on_new_memory=self._draw_graphs.clear,
+            )
+        return self._slot_logits
+
+    def launch_draw(self, batch: Batch) -> tuple[Plan, Launch]:
+        """Of a step with special rows, on the CPU's stream."""
+        assert self._stream is not None
+        plan = self.slot_logits.plan(batch.special, batch.num_logits)
+        graph = self._captured(
+            self._draw_graphs, plan.ops_key, lambda: self._draw(plan, batch.rows.sampling)
+        )
+        return plan, self._stream.launch(graph, batch.rows.sampling.token_ids)
+
+    def draw_behind(self, step: CudaStep, batch: Batch) -> Plan:
+        """The draw of a step with special rows, behind its forward pass on the GPU's stream."""
+        assert self._cuda is not None
+        plan = self.slot_logits.plan(batch.special, batch.num_logits)
+        self._cuda.resume(step)
+        if batch.num_logits:
+            self._draw(plan, self._cuda.rows.sampling.narrow(batch.num_logits))
+            self.slot_logits.download(plan)
+        self._cuda.finish(step)
+        return plan
+
+    def prompt_logprobs(self, batch: Batch) -> list[PromptLogprobs]:
+        """Of the step that was launched last, after its draw; waited for."""
+        return [
+            (chunk.seq, chunk.start + 1, self._prompt_logprobs(batch, chunk))
+            for chunk in batch.prompt_chunks
+        ]
 
     def close(self) -> None:
         """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
@@ -218,40 +360,40 @@ class ModelRunner:
         if self._cuda is not None:
             self._cuda.close()
         self._graphs.clear()
+        self._draw_graphs.clear()
         del self.model, self.kv_cache, self._buffers, self._cuda, self._slot_logits
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run_eagerly(self, batch: Batch, rows: StepRows) -> StepOutput:
-        buffers = self._buffers.narrow(batch.size.num_tokens, batch.size.num_logits)
+    def _run_eagerly(self, batch: Batch) -> StepOutput:
+        rows = batch.rows
         start = perf_counter()
         idle_seconds = start - self._ops_ended
-        if self._cuda is None:
-            self._forward(rows, buffers, batch.is_pure_decode)
-        self._ops_ended = perf_counter()
-        ops_seconds = self._ops_ended - start
+        self._run_forward(rows, batch.size, batch.is_pure_decode)
         token_ids: list[int] = []
         logprobs: dict[int, Logprobs] = {}
+        plan = self.slot_logits.plan(batch.special, batch.num_logits) if batch.special else None
         if batch.num_logits:
-            start = perf_counter()
-            idle_seconds += start - self._ops_ended
-            self._draw(rows, buffers.logits, batch.special)
-            self._ops_ended = perf_counter()
-            ops_seconds += self._ops_ended - start
-            drawn = rows.sampling.token_ids[: batch.num_logits]
-            logprobs = self._logprobs(batch, buffers.logits[: batch.num_logits], drawn)
-            token_ids = drawn.tolist()
-        prompt_logprobs = [
-            (chunk.seq, chunk.start + 1, self._prompt_logprobs(batch, chunk))
-            for chunk in batch.prompt_chunks
-        ]
+            if plan is None:
+                self._sample(rows.sampling, self._buffers.logits[: batch.num_logits])
+            else:
+                self._draw(plan, rows.sampling)
+                logprobs = self.slot_logits.logprobs(plan)
+            token_ids = rows.sampling.token_ids.tolist()
+        self._ops_ended = perf_counter()
+        ops_seconds = self._ops_ended - start
+        prompt_logprobs = self.prompt_logprobs(batch)
         return StepOutput(token_ids, logprobs, ops_seconds, idle_seconds, prompt_logprobs)
 
     def _run_step(self, rows: StepRows, size: BatchSize, is_pure_decode: bool) -> None:
         """All ops of a step, from token ids to token ids."""
+        self._run_forward(rows, size, is_pure_decode)
+        self._sample(rows.sampling, self._buffers.logits[: size.num_logits])
+
+    def _run_forward(self, rows: StepRows, size: BatchSize, is_pure_decode: bool) -> None:
+        """The same without the draw."""
         buffers = self._buffers.narrow(size.num_tokens, size.num_logits)
         self._forward(rows, buffers, is_pure_decode)
-        self._sample(rows, buffers.logits)
 
     def _forward(self, rows: StepRows, buffers: ForwardBuffers, is_pure_decode: bool) -> None:
         forward, draw = rows.forward, rows.sampling
@@ -271,25 +413,16 @@ class ModelRunner:
             self.ops.take_drawn(forward.input_ids, drawn, rows.source_rows)
         self.model.forward(buffers, forward, self.kv_cache, every_token=is_pure_decode)
 
-    def _draw(
-        self, rows: StepRows, logits: torch.Tensor, special: Seq[tuple[int, Sequence]]
-    ) -> None:
-        """`_sample`, the special rows from what their sequences want; `logits` stay raw."""
-        adjusted = [(row, seq) for row, seq in special if seq.allowed is not None]
-        if not adjusted:
-            self._sample(rows, logits)
-            return
-        if self._slot_logits is None:
-            num_rows, vocab_size = self._buffers.logits.shape
-            self._slot_logits = SlotLogits(
-                self.ops, self.max_num_seqs, num_rows, vocab_size, self.device
-            )
-        adjusted_logits, slot_idx = self._slot_logits.adjust(logits, adjusted)
-        self._sample(rows, adjusted_logits)
-        self._slot_logits.count(rows.sampling.token_ids, slot_idx)
+    def _draw(self, plan: Plan, draw: SamplingBatch) -> None:
+        """`_sample`, with all that the plan says about the rows."""
+        self.slot_logits.run(
+            plan,
+            self._buffers.logits[: plan.num_logits],
+            draw.token_ids,
+            lambda logits: self._sample(draw, logits),
+        )
 
-    def _sample(self, rows: StepRows, logits: torch.Tensor) -> None:
-        draw = rows.sampling
+    def _sample(self, draw: SamplingBatch, logits: torch.Tensor) -> None:
         self.ops.sample(
             draw.token_ids,
             logits,
@@ -301,31 +434,29 @@ class ModelRunner:
             draw.step_idx,
         )
 
-    def _decode_graph(self, batch: Batch) -> Graph:
-        """On a CPU: the whole step for this number of sequences, captured at its first use."""
-        graph = self._graphs.get(batch.num_seqs)
+    def _decode_graph(self, batch: Batch, draws: bool) -> Graph:
+        """On a CPU: the whole step for this number of sequences, or all of it but the draw."""
+        run = self._run_step if draws else self._run_forward
+        return self._captured(
+            self._graphs,
+            (batch.num_seqs, draws),
+            lambda: run(batch.rows, batch.size, is_pure_decode=True),
+        )
+
+    def _captured(
+        self, graphs: OrderedDict[Hashable, Graph], key: Hashable, run: Callable[[], None]
+    ) -> Graph:
+        """The graph of that key, captured at its first use."""
+        graph = graphs.get(key)
         if graph is not None:
-            self._graphs.move_to_end(batch.num_seqs)
+            graphs.move_to_end(key)
             return graph
         with self.ops.capture() as graph:
-            self._run_step(batch.rows, batch.size, is_pure_decode=True)
-        if len(self._graphs) >= _MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        self._graphs[batch.num_seqs] = graph
+            run()
+        if len(graphs) >= _MAX_GRAPHS:
+            graphs.popitem(last=False)
+        graphs[key] = graph
         return graph
-
-    def _logprobs(
-        self, batch: Batch, logits: torch.Tensor, token_ids: torch.Tensor
-    ) -> dict[int, Logprobs]:
-        """seq_id -> of the raw distribution (before masks and temperature), for rows that asked."""
-        asking = [(row, seq) for row, seq in batch.special if seq.params.logprobs is not None]
-        if not asking:
-            return {}
-        wanted = [-1] * len(logits)
-        for row, seq in asking:
-            wanted[row] = seq.params.logprobs or 0
-        results = self._top_logprobs(logits, token_ids, wanted)
-        return {seq.seq_id: results[row] for row, seq in asking}
 
     def _prompt_logprobs(self, batch: Batch, chunk: PromptChunk) -> list[Logprobs]:
         """Of the tokens behind those of the chunk, in pieces of as many rows as there are logits;
@@ -373,6 +504,7 @@ class ModelRunner:
             max_blocks=-(-self.max_model_len // self.block_size),
             buckets=self.buckets,
             run=self._run_step,
+            run_forward=self._run_forward,
         )
         if use_graphs:
             steps.capture_all(
@@ -415,6 +547,14 @@ class ModelRunner:
                 free / 2**30,
             )
         return num_blocks
+
+
+def _awaits_token(seq: Sequence) -> bool:
+    """At its launch: which token it may draw depends on one that is not known yet."""
+    allowed = seq.allowed
+    if allowed is None or not allowed.depends_on_output or seq.finish_reason is not None:
+        return False
+    return bool(allowed.num_taken != seq.num_scheduled_tokens - seq.num_prompt_tokens)
 
 
 def _resolve_device(device: str) -> torch.device:

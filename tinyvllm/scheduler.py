@@ -30,9 +30,10 @@ Steps may run ahead: `schedule()` may be called again before the last step's `up
   * `num_scheduled_tokens` says what all launched steps will have computed; everything else about a
     sequence changes only in `update`.
   * A token that step N draws is N+1's input on the device; the host need not know it. What must
-    know it waits: the first decode after a prompt, a sequence that `waits_for_token`, a preemption.
-    Nobody is preempted while a step is in flight: `schedule()` is empty then, which asks for the
-    `update()` of what has been launched.
+    know it waits: the first decode after a prompt, a sequence whose last token is on its way, a
+    preemption. Nobody is preempted while a step is in flight: `schedule()` is empty then, which
+    asks for the `update()` of what has been launched. What may be drawn next is no matter of the
+    schedule: the draw waits for it where it must, not the step (model_runner.py).
   * Fence: slot and blocks of a sequence that ends while a step in flight contains it are free when
     the last such step has been updated, not before.
 """
@@ -351,12 +352,8 @@ class Scheduler:
         for entry in self._decodes.copy():
             seq = entry.seq
             num_scheduled = seq.num_scheduled_tokens
-            if is_behind and (
-                # Its last token is on its way, or it needs the one that is.
-                num_scheduled + 1 >= seq.max_len
-                or (seq.waits_for_token and num_scheduled != seq.num_computed_tokens)
-            ):
-                held_back = True
+            if is_behind and num_scheduled + 1 >= seq.max_len:
+                held_back = True  # its last token is on its way
             elif num_scheduled == seq.capacity:
                 # A sequence preempted by an earlier one in this loop has both at zero.
                 if seq.status is _DECODE and not self.block_manager.append(seq):
@@ -370,10 +367,6 @@ class Scheduler:
             entry
             for entry in self._decodes
             if entry.seq.num_scheduled_tokens + 1 < entry.seq.max_len
-            and not (
-                entry.seq.waits_for_token
-                and entry.seq.num_scheduled_tokens != entry.seq.num_computed_tokens
-            )
         ]
 
     def _enter_forks(self, seq: Sequence) -> None:

@@ -84,7 +84,6 @@ class Sequence:
         "stop_ids",
         "stop_reason",
         "token_ids",
-        "waits_for_token",
         "writes_prefix_cache",
     )
 
@@ -148,8 +147,6 @@ class Sequence:
         self.paused = False
         """The reader lags: not scheduled."""
         self.finish_reason: FinishReason | None = None
-        self.waits_for_token = False
-        """What may be drawn next depends on the token before: no step runs ahead of it."""
         self.stop_reason: int | str | None = None
         """The token id or the stop string that ended the sequence."""
         self.num_preemptions = 0
@@ -181,7 +178,6 @@ class Sequence:
         child.cache_salt = self.cache_salt
         child.reads_prefix_cache = self.reads_prefix_cache
         child.writes_prefix_cache = self.writes_prefix_cache
-        child.waits_for_token = self.waits_for_token
         child.choice = choice
         child.parent = self
         self.forks.append(child)

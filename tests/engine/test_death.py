@@ -48,14 +48,14 @@ def arm(core: Engine, point: str, monkeypatch: pytest.MonkeyPatch) -> Bomb:
         bomb = Bomb(engine.wake)
         monkeypatch.setattr(engine, "wake", bomb)
         return bomb
-    if point == "result":
+    if point in ("draw", "result"):
         launch = core._runner.launch
-        bomb = Bomb(lambda step: step.result())
+        bomb = Bomb(lambda step: getattr(step, point)())
 
         class Failing:
             def __init__(self, step: Any) -> None:
-                self.cancel = step.cancel
-                self.result = lambda: bomb(step)
+                self.cancel, self.draw, self.result = step.cancel, step.draw, step.result
+                setattr(self, point, lambda: bomb(step))
 
         core._runner.launch = lambda batch: Failing(launch(batch))  # type: ignore[assignment, method-assign, return-value]
         return bomb
@@ -67,6 +67,7 @@ def arm(core: Engine, point: str, monkeypatch: pytest.MonkeyPatch) -> Bomb:
         "update": (core._scheduler, "update"),
         "detokenize": (core, "_detokenize"),
         "publish": (core, "_publish"),
+        "follow": (core, "_follow"),
         "finish": (core, "_note_end"),
     }[point]
     bomb = Bomb(getattr(owner, name))
@@ -75,7 +76,7 @@ def arm(core: Engine, point: str, monkeypatch: pytest.MonkeyPatch) -> Bomb:
 
 
 POINTS = (
-    *("receive", "schedule", "build", "launch", "result", "update"),
+    *("receive", "schedule", "build", "launch", "result", "update", "draw"),
     *("detokenize", "publish", "wake", "finish"),
 )
 
@@ -135,3 +136,34 @@ async def test_everyone_is_told_within_a_second(
     async with make_engine() as another:
         stream = another.generate(prompts[5], GREEDY)
         assert [token.id async for token in stream] == expected[5]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {})], ids=["asyncio"])
+@pytest.mark.parametrize("point", ["launch", "update", "follow", "draw", "result"])
+async def test_a_step_whose_draw_waits_goes_down_with_the_engine(
+    make_engine: MakeEngine,
+    prompts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+) -> None:
+    """The forward pass of the next step is on its way, its draw is not, when the engine fails."""
+    engine = make_engine(max_num_seqs=3)
+    await engine.start()
+    core = engine._engine
+    assert core is not None
+    streams = [
+        engine.generate(prompts[1], ENDLESS),
+        engine.generate(prompts[2], regex="[a-z]{300}", max_tokens=400),
+        engine.generate(prompts[3], ENDLESS, presence_penalty=1.0, logprobs=2),
+    ]
+    with anyio.fail_after(20):
+        for stream in streams:
+            await anext(stream)
+        bomb = arm(core, point, monkeypatch)
+        for stream in streams:
+            with pytest.raises(EngineDeadError) as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.__cause__ is bomb.error
+    await engine.aclose()

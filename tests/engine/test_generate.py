@@ -183,9 +183,10 @@ async def test_logprobs(make_engine: MakeEngine, prompts: Any, expected: Any) ->
         launch = runner.launch
 
         def recorded(batch: Any) -> Any:
-            output = launch(batch)
+            step = launch(batch)
+            step.result()
             seen.append(runner._buffers.logits[0].clone())
-            return output
+            return step
 
         runner.launch = recorded  # type: ignore[method-assign]
         stream = engine.generate(

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,6 +19,7 @@ from support.engine_helpers import GREEDY
 from transformers import AutoModelForCausalLM
 
 from tinyvllm import AsyncEngine, InvalidParameterError, NotSupportedError, SamplingParams
+from tinyvllm.batch import NUM_STAGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -349,29 +351,75 @@ async def test_a_structured_request_is_the_same_in_a_crowd(make_engine: MakeEngi
     async with make_engine() as engine:
         alone = [await engine.generate(PROMPT, each).text() for each in params]
     async with make_engine(num_blocks=14, max_num_batched_tokens=16) as engine:
+        engine.pause()  # all at once, whoever is slow: blocks for so many there are not
         streams = [engine.generate(PROMPT, each) for each in params * 3]
+        for _ in iter(lambda: engine.stats().num_waiting, len(streams)):
+            await anyio.sleep(0.001)
+        engine.resume()
         assert [await stream.text() for stream in streams] == alone * 3
         assert engine.stats().num_preemptions > 0
 
 
-async def test_a_structured_request_gets_a_token_each_step(make_engine: MakeEngine) -> None:
-    """Though its next mask waits for the token; company goes on beside it."""
-    async with make_engine() as engine:
-        runner = engine._engine._runner  # type: ignore[union-attr]
-        launch, sizes = runner.launch, []
+@dataclass
+class Launched:
+    """What is known of a step when it has been launched."""
 
-        def recorded(batch: Any) -> Any:
-            sizes.append(batch.num_seqs)
-            return launch(batch)
+    num_seqs: int
+    num_in_flight: int
+    """Before it."""
+    is_drawn: bool
 
-        runner.launch = recorded  # type: ignore[method-assign]
-        stream = engine.generate(PROMPT, regex="[a-z]{400}", max_tokens=450, seed=1)
-        await anext(stream)
-        plain = await ids_of(engine)
-        assert re.fullmatch("[a-z]{400}", await stream.text()) and len(plain) == NUM_TOKENS
-    both = [step for step, num_seqs in enumerate(sizes) if num_seqs == 2]
-    assert len(both) >= NUM_TOKENS // 2
-    assert both == list(range(both[0], both[-1] + 1))
+
+def record_launches(engine: AsyncEngine) -> list[Launched]:
+    """Of the steps from now on."""
+    core = engine._engine
+    assert core is not None
+    launch, found = core._runner.launch, []
+
+    def recorded(batch: Any) -> Any:
+        num_in_flight = len(core._in_flight)
+        step: Any = launch(batch)
+        is_drawn = getattr(step, "_drawing", step) is not None
+        found.append(Launched(batch.num_seqs, num_in_flight, is_drawn))
+        return step
+
+    core._runner.launch = recorded  # type: ignore[method-assign]
+    return found
+
+
+@one_loop
+@pytest.mark.parametrize(
+    ("sampling", "draws_late"),
+    [
+        ({}, False),
+        ({"presence_penalty": 1.0, "logprobs": 5}, False),
+        ({"logit_bias": {7: 1.0}, "min_tokens": 9, "ignore_eos": False}, False),
+        ({"allowed_token_ids": range(50, 90), "logprobs": 0}, False),
+        ({"regex": "[a-z]{400}", "ignore_eos": False}, True),
+        ({"bad_words": ["abc"]}, True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
+)
+async def test_every_request_has_a_token_each_step_and_none_waits(
+    make_engine: MakeEngine, sampling: dict[str, Any], draws_late: bool
+) -> None:
+    """Steps run ahead: of one whose mask needs the token before, the forward pass does."""
+    async with make_engine(device="cpu") as engine:
+        await ids_of(engine)
+        engine.pause()
+        launched = record_launches(engine)
+        plain = engine.generate(PROMPT, GREEDY, max_tokens=NUM_TOKENS)
+        special = {"temperature": 0.7, "seed": 3, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+        stream = engine.generate(PROMPT, **{**special, **sampling})
+        for _ in iter(lambda: engine.stats().num_waiting, 2):  # by the tokenizer's thread
+            await anyio.sleep(0.001)
+        engine.resume()
+        assert [len([t async for t in each]) for each in (plain, stream)] == [NUM_TOKENS] * 2
+    assert [step.num_seqs for step in launched] == [2] * NUM_TOKENS
+    # On a CPU the prompts' step and the first of the decodes are waited for.
+    assert [step.num_in_flight for step in launched] == [0] * 3 + [1] * (NUM_TOKENS - 3)
+    late = [False] * 3 + [draws_late] * (NUM_TOKENS - 3)
+    assert [not step.is_drawn for step in launched] == late
 
 
 async def test_a_grammar_that_cannot_be_used_ends_its_request_alone(
@@ -455,7 +503,11 @@ async def test_the_same_tokens_in_any_company(
         alone = [[t.id async for t in engine.generate(p, **s)] for p, s in requests]
     async with make_engine(**overrides) as engine:
         for order in (requests, requests[::-1]):
+            engine.pause()
             streams = [engine.generate(p, **s) for p, s in order]
+            for _ in iter(lambda: engine.stats().num_waiting, len(streams)):
+                await anyio.sleep(0.001)
+            engine.resume()
             results = [[token.id async for token in stream] for stream in streams]
             assert results == (alone if order is requests else alone[::-1])
         if overrides.get("num_blocks"):
@@ -589,13 +641,35 @@ async def test_others_pay_nothing(make_engine: MakeEngine) -> None:
     """No state of slots before a request asks, no counts before one has penalties."""
     async with make_engine() as engine:
         runner = engine._engine._runner  # type: ignore[union-attr]
-        await ids_of(engine, logprobs=1, prompt_logprobs=2)
+        await ids_of(engine)
         assert runner._slot_logits is None
+        await ids_of(engine, logprobs=1, prompt_logprobs=2)
+        assert not runner._slot_logits._tables
         await ids_of(engine, logit_bias={3: 1.0})
         assert not runner._slot_logits._has_counts
         assert runner._slot_logits._counts.untyped_storage().nbytes() == 4 * VOCAB_SIZE
         await ids_of(engine, presence_penalty=1.0)
         assert runner._slot_logits._has_counts
+
+
+@one_loop
+async def test_nothing_is_allocated_for_the_next_requests(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first ones needed serves all that follow."""
+    async with make_engine(device="cpu") as engine:
+        runner = engine._engine._runner  # type: ignore[union-attr]
+
+        async def run_all() -> None:
+            for sampling in EVERYTHING:
+                await ids_of(engine, temperature=0.8, **{"ignore_eos": True, **sampling})
+
+        await run_all()
+        monkeypatch.setattr("tinyvllm.slot_logits.Mirror.__init__", None)
+        monkeypatch.setattr("tinyvllm.slot_logits.SlotLogits._zeros", None)
+        await run_all()
+        # One sequence, with a draw or without; three kinds of draw, each with every stage's memory.
+        assert len(runner._graphs) == 2 and len(runner._draw_graphs) <= 3 * NUM_STAGES
 
 
 @pytest.mark.cuda

@@ -105,13 +105,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.land()
 
     @rule(data=st.data())
-    def wait_for_token(self, data):
-        """From here on the host must see each token before the next step (structured output)."""
-        seq = self._pick(data)
-        if seq is not None:
-            seq.waits_for_token = True
-
-    @rule(data=st.data())
     def abort(self, data):
         seq = self._pick(data, unfinished=False)
         if seq is not None:
@@ -184,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for s in world.seqs
             if s.status is not SequenceStatus.FINISHED
         )
-        bound *= 1 + (world.max_ahead > 0)  # who waits for its token is passed over once for each
+        bound *= 1 + (world.max_ahead > 0)  # who waits for its last token is passed over
         world.run(bound + 1 + 2 * len(world.in_flight))
         for seq in world.seqs:
             assert seq.status is SequenceStatus.FINISHED
