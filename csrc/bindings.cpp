@@ -327,7 +327,7 @@ class OpCall {
     }
   }
 
-  static constexpr int kMaxTensors = 9;
+  static constexpr int kMaxTensors = 11;
 
   const char* op_;
   const char* first_ = nullptr;
@@ -661,6 +661,45 @@ void norm_linear(TensorArg out, TensorArg normed, TensorArg x, TensorArg norm_we
          TINYVLLM_CUDA_CALL(cuda::norm_linear(o, n, i, g, w, pointer_to(b), eps, stream)));
 }
 
+void norm_linear_rope_store_kv(TensorArg qkv, TensorArg k_cache, TensorArg v_cache,
+                               TensorArg normed, TensorArg x, TensorArg norm_weight,
+                               TensorArg packed, std::optional<TensorArg> bias, TensorArg cos_sin,
+                               TensorArg positions, TensorArg slot_mapping, float eps) {
+  OpCall op("norm_linear_rope_store_kv");
+  Dim T("T"), N("(num_heads + 2 num_kv_heads) head_dim"), H("H"), P("max_model_len");
+  Dim blocks("num_blocks"), block_size("block_size"), kv_heads("num_kv_heads"), D("head_dim");
+  const Shape cache{&blocks, &block_size, &kv_heads, &D};
+  const Tensor o = op.tensor("qkv", qkv, {kBf16}, {&T, &N}, Layout::kRows);
+  const Tensor kc = op.tensor("k_cache", k_cache, {kBf16}, cache, Layout::kContiguous);
+  const Tensor vc = op.tensor("v_cache", v_cache, {kBf16}, cache, Layout::kContiguous);
+  const Tensor n = op.tensor("normed", normed, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor i = op.tensor("x", x, {kBf16}, {&T, &H}, Layout::kRows);
+  const Tensor g = op.tensor("norm_weight", norm_weight, {kBf16}, {&H}, Layout::kContiguous);
+  const Tensor w = packed_tensor(op, "packed", packed, (N.size + 15) / 16, H.size, o.device);
+  std::optional<Tensor> b;
+  if (bias) b = op.tensor("bias", *bias, {kBf16}, {&N}, Layout::kContiguous);
+  const Tensor cs = op.tensor("cos_sin", cos_sin, {kF32}, {&P, &D}, Layout::kContiguous);
+  const Tensor p = op.tensor("positions", positions, {kI32}, {&T}, Layout::kContiguous);
+  const Tensor s = op.tensor("slot_mapping", slot_mapping, {kI32}, {&T}, Layout::kContiguous);
+  if (D.size == 0 || D.size % 2 != 0) {
+    op.fail("k_cache", "an even head_dim", std::to_string(D.size));
+  }
+  const int64_t num_heads = N.size / D.size - 2 * kv_heads.size;
+  if (N.size % D.size != 0 || num_heads < 0) {
+    op.fail("qkv", "as many columns as its heads and twice those of k_cache have",
+            std::to_string(N.size));
+  }
+  op.run(
+      [=] {
+        cpu::norm_linear(o, n, i, g, w, pointer_to(b), eps);
+        cpu::rotary_embedding_store_kv(
+            heads_of(o, 0, num_heads, D.size), heads_of(o, num_heads, kv_heads.size, D.size),
+            heads_of(o, num_heads + kv_heads.size, kv_heads.size, D.size), kc, vc, cs, p, s);
+      },
+      TINYVLLM_CUDA_CALL(cuda::norm_linear_rope_store_kv(o, kc, vc, n, i, g, w, pointer_to(b), cs,
+                                                         p, s, eps, stream)));
+}
+
 void norm_gated_linear(TensorArg out, TensorArg normed, TensorArg x, TensorArg norm_weight,
                        TensorArg packed, std::optional<TensorArg> bias, float eps) {
   OpCall op("norm_gated_linear");
@@ -817,6 +856,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("bias") = py::none());
   m.def("norm_linear", &norm_linear, py::arg("out"), py::arg("normed"), py::arg("x"),
         py::arg("norm_weight"), py::arg("packed"), py::arg("bias"), py::arg("eps"));
+  m.def("norm_linear_rope_store_kv", &norm_linear_rope_store_kv, py::arg("qkv"), py::arg("k_cache"),
+        py::arg("v_cache"), py::arg("normed"), py::arg("x"), py::arg("norm_weight"),
+        py::arg("packed"), py::arg("bias"), py::arg("cos_sin"), py::arg("positions"),
+        py::arg("slot_mapping"), py::arg("eps"));
   m.def("norm_gated_linear", &norm_gated_linear, py::arg("out"), py::arg("normed"), py::arg("x"),
         py::arg("norm_weight"), py::arg("packed"), py::arg("bias"), py::arg("eps"));
   m.def("gather_rows", &gather_rows, py::arg("out"), py::arg("x"), py::arg("row_idx"));

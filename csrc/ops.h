@@ -143,6 +143,14 @@ void linear_add(const Tensor& residual, const Tensor& x, const Tensor& packed, c
 void norm_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
                  const Tensor& norm_weight, const Tensor& packed, const Tensor* bias, float eps,
                  Stream stream);
+// norm_linear into qkv [T,(num_heads + 2 num_kv_heads) head_dim], in which heads of q, k and v
+// follow each other, then rotary_embedding_store_kv of them. Afterwards q is there, k and v are in
+// the cache; what their part of qkv holds is not defined.
+void norm_linear_rope_store_kv(const Tensor& qkv, const Tensor& k_cache, const Tensor& v_cache,
+                               const Tensor& normed, const Tensor& x, const Tensor& norm_weight,
+                               const Tensor& packed, const Tensor* bias, const Tensor& cos_sin,
+                               const Tensor& positions, const Tensor& slot_mapping, float eps,
+                               Stream stream);
 void norm_gated_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
                        const Tensor& norm_weight, const Tensor& packed, const Tensor* bias,
                        float eps, Stream stream);

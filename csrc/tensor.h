@@ -32,4 +32,16 @@ struct Tensor {
   }
 };
 
+// [T, num_heads, head_dim] of rows [T, N] in which heads follow each other, from head `first` on.
+inline Tensor heads_of(const Tensor& rows, int64_t first, int64_t num_heads, int64_t head_dim) {
+  Tensor heads = rows;
+  heads.data = rows.ptr<char>() + first * head_dim * 2;  // bf16
+  heads.ndim = 3;
+  heads.shape[1] = num_heads;
+  heads.shape[2] = head_dim;
+  heads.strides[1] = head_dim;
+  heads.strides[2] = 1;
+  return heads;
+}
+
 }  // namespace tinyvllm

@@ -60,6 +60,20 @@ def norm_linear(
     bias: Tensor | None,
     eps: float,
 ) -> None: ...
+def norm_linear_rope_store_kv(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None: ...
 def norm_gated_linear(
     out: Tensor,
     normed: Tensor,

@@ -3,7 +3,9 @@
 //
 // What stands around a linear in a model is fused: rms_norm of x where a block holds all of K (else
 // its kernel runs before), out += the sum, or silu(gate) * up, where a strip is 8 rows of gate and
-// the 8 rows of up that belong to them.
+// the 8 rows of up that belong to them. Behind qkv_proj the heads are rotated and the new keys and
+// values stored: the two halves of a head that rotation pairs are strips, which a block takes as a
+// pair.
 //
 // Layout. pack_linear cuts the weight into tiles of 16 output rows x 32 inputs, 1 KiB each:
 //
@@ -79,6 +81,17 @@ struct Share {
   __device__ int begin(int part) const { return part * each + min(part, extra); }
 };
 
+// What rotary_embedding.cu does, of a linear whose rows are the heads of q, k and v.
+struct RopeParams {
+  __nv_bfloat16 *k_cache, *v_cache;  // [num_slots, num_kv_heads, head_dim]
+  const float* cos_sin;              // [max_model_len, head_dim]
+  const int32_t* positions;          // [t]
+  const int32_t* slot_mapping;       // [t]
+  int64_t num_slots, max_model_len;
+  int num_heads, num_kv_heads, head_dim;
+  int half_strips;  // of half a head
+};
+
 struct LinearParams {
   void* out;                  // [t, n] bf16, or f32 with kStore
   const __nv_bfloat16* x;     // [t, k]
@@ -88,7 +101,7 @@ struct LinearParams {
   int t, n, k;
   const __nv_bfloat16* norm_weight;  // [k] or nullptr
   float eps;
-  Share strips;      // of the weight, over the clusters
+  Share strips;      // of the weight, over the clusters; pairs of them with rope
   Share tiles;       // of K, over the warps of a cluster and their passes
   int row_tiles;     // of a strip
   uint32_t cluster;  // blocks that share K
@@ -97,6 +110,7 @@ struct LinearParams {
   int early;         // chunks not yet asked for when the next kernel may start
   bool out_is_float, x_is_aligned;
   Epilogue epilogue;
+  RopeParams rope;
 };
 
 // ---- Shared memory ----------------------------------------------------------------------------
@@ -218,6 +232,55 @@ __device__ __forceinline__ void store_value(const LinearParams& p, int token, in
   }
 }
 
+// Where the i-th strip lies of those that begin with the given one, or with the given pair.
+template <bool kRope>
+__device__ __forceinline__ int strip_at(const LinearParams& p, int begin, int i) {
+  if (!kRope) return begin + i;
+  const int pair = begin + i / 2, half = p.rope.half_strips;
+  return pair / half * 2 * half + pair % half + i % 2 * half;
+}
+
+__device__ __forceinline__ float round_bf16(float v) {
+  return __bfloat162float(__float2bfloat16_rn(v));
+}
+
+// Rotation angles of a token at inputs d and d + 8 of a head: cos, cos, sin, sin.
+__device__ __forceinline__ float4 load_angles(const LinearParams& p, int token, int d) {
+  if (token >= p.t) return {};
+  const int64_t position = p.rope.positions[token];
+  if (position < 0 || position >= p.rope.max_model_len) return {};
+  const float* row = p.rope.cos_sin + position * p.rope.head_dim + d;
+  const int half = p.rope.head_dim / 2;
+  return {row[0], row[8], row[half], row[half + 8]};
+}
+
+// Row n of q, k or v and the row half a head further on, of a token: rotated, q to out, k and v to
+// their slot. The products are rounded one by one: the bits of rotary_embedding.cu, which likewise
+// leaves alone what has no position.
+__device__ __forceinline__ void store_rotated(const LinearParams& p, int token, int n, float first,
+                                              float second, float cos, float sin) {
+  if (token >= p.t) return;
+  const RopeParams& rope = p.rope;
+  const int head = n / rope.head_dim, half = rope.head_dim / 2;
+  const bool is_q = head < rope.num_heads, is_v = head >= rope.num_heads + rope.num_kv_heads;
+  const int64_t position = rope.positions[token];
+  const bool is_known = position >= 0 && position < rope.max_model_len;
+  if (!is_v && is_known) {
+    const float x1 = first, x2 = second;
+    first = __fsub_rn(__fmul_rn(x1, cos), __fmul_rn(x2, sin));
+    second = __fadd_rn(__fmul_rn(x2, cos), __fmul_rn(x1, sin));
+  }
+  __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.out) + token * p.out_stride + n;
+  if (!is_q) {
+    const int64_t slot = rope.slot_mapping[token];
+    if (!is_known || slot < 0 || slot >= rope.num_slots) return;
+    const int kv_row = n - (rope.num_heads + (is_v ? rope.num_kv_heads : 0)) * rope.head_dim;
+    to = (is_v ? rope.v_cache : rope.k_cache) + slot * rope.num_kv_heads * rope.head_dim + kv_row;
+  }
+  to[0] = __float2bfloat16_rn(first);
+  to[half] = __float2bfloat16_rn(second);
+}
+
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
@@ -284,8 +347,8 @@ struct Cursor {
 // ---- The kernel -------------------------------------------------------------------------------
 
 // One block a multiprocessor: rings of 4 chunks leave no room for two. Dynamic shared memory:
-// SharedPlan. kNorm: one block holds all of K.
-template <int kTokens, bool kOnePass, bool kNorm>
+// SharedPlan. kNorm, kRope: one block holds all of K.
+template <int kTokens, bool kOnePass, bool kNorm, bool kRope>
 __global__ void __launch_bounds__((kWarps + 2) * 32, 1)
     linear_kernel(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(1024) char shared[];
@@ -304,7 +367,8 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 1)
 
   // The strips of this cluster.
   const int cluster = p.cluster > 1 ? cluster_index() : static_cast<int>(blockIdx.x);
-  const int begin = p.strips.begin(cluster), strips = p.strips.begin(cluster + 1) - begin;
+  const int begin = p.strips.begin(cluster);
+  const int strips = (p.strips.begin(cluster + 1) - begin) * (kRope ? 2 : 1);
 
   // The tiles of K of this warp, pass by pass.
   const int passes = kOnePass ? 1 : p.passes;
@@ -317,18 +381,19 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 1)
   // The chunks of this warp, in the order of their requests: by strip, by pass, then by K.
   const uint32_t ring = base + warp * p.ring * kChunkBytes;
   const int64_t strip_bytes = static_cast<int64_t>(p.row_tiles) * kTileBytes;
-  const char* next = p.packed + begin * strip_bytes + first * kTileBytes;
+  const char* next = p.packed + strip_at<kRope>(p, begin, 0) * strip_bytes + first * kTileBytes;
   int next_part = 0, next_tiles = tiles, next_turn = 0;
   const auto skip_chunk = [&] {
     next += kChunkBytes;
     if (++next_part < kChunks) return;
     next_part = 0;
-    if (kOnePass) {
+    if (kOnePass && !kRope) {
       next += strip_bytes - kChunks * kChunkBytes;
     } else if (++next_turn < turns) {
       const int pass = next_turn % passes, from = first_tile(pass, warp);
       next_tiles = first_tile(pass, warp + 1) - from;
-      next = p.packed + (begin + next_turn / passes) * strip_bytes + from * kTileBytes;
+      next = p.packed + strip_at<kRope>(p, begin, next_turn / passes) * strip_bytes +
+             from * kTileBytes;
     }
   };
   const auto chunk_bytes = [&] {
@@ -431,9 +496,17 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 1)
   // Of strip i of the cluster, block i % cluster is the owner: it adds up the sums of the blocks.
   Cursor partial, gather;
   uint32_t owner = 0;
+  float4 first_half[kHalves];  // of a head's rows and with it how they turn
+  float4 angles[2 * kHalves];
   for (int i = 0; i < strips; ++i) {
     const bool gated = p.epilogue == Epilogue::kGate;
-    const int n = (begin + i) * (gated ? kGatedRows : kStripRows) + g;
+    const int n = strip_at<kRope>(p, begin, i) * (gated ? kGatedRows : kStripRows) + g;
+    if (kRope && i % 2 == 0) {
+#pragma unroll
+      for (int j = 0; j < 2 * kHalves; ++j) {
+        angles[j] = load_angles(p, j / 2 * 8 + 2 * c + j % 2, n % p.rope.head_dim);
+      }
+    }
     float bias[2] = {0.0f, 0.0f};  // of this lane's rows g and g + 8
     if (p.bias != nullptr) {
       if (n < p.n) bias[0] = __bfloat162float(p.bias[n]);
@@ -484,7 +557,21 @@ __global__ void __launch_bounds__((kWarps + 2) * 32, 1)
         barrier_arrive_remote(in_block(gather_empty + 8 * (rank * kGathers + gather.at), lane));
       }
     }
-    if (stores) {
+    if (kRope) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const float4 v = {round_bf16(sums[half].x + bias[0]), round_bf16(sums[half].y + bias[0]),
+                          round_bf16(sums[half].z + bias[1]), round_bf16(sums[half].w + bias[1])};
+        const float4 u = first_half[half], even = angles[2 * half], odd = angles[2 * half + 1];
+        first_half[half] = v;
+        if (i % 2 == 0) continue;
+        const int token = 8 * half + 2 * c, row = n - p.rope.head_dim / 2;
+        store_rotated(p, token, row, u.x, v.x, even.x, even.z);
+        store_rotated(p, token + 1, row, u.y, v.y, odd.x, odd.z);
+        store_rotated(p, token, row + 8, u.z, v.z, even.y, even.w);
+        store_rotated(p, token + 1, row + 8, u.w, v.w, odd.y, odd.w);
+      }
+    } else if (stores) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int token = 8 * half + 2 * c;
@@ -569,7 +656,7 @@ int max_clusters(int cluster) {
   config.dynamicSmemBytes = SharedPlan<8>(4, cluster).bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  const auto kernel = linear_kernel<8, true, false>;
+  const auto kernel = linear_kernel<8, true, false, false>;
   int count = 0;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(config.dynamicSmemBytes)),
@@ -597,11 +684,12 @@ LinearPlan plan_linear(int strips, int tiles) {
 }
 
 template <int kTokens>
-void launch(const LinearParams& p, const LinearPlan& plan, Stream stream) {
+void launch(const LinearParams& p, const LinearPlan& plan, int clusters, Stream stream) {
   const SharedPlan<kTokens> shared(plan.ring, plan.cluster);
-  const auto kernel = p.norm_weight != nullptr ? linear_kernel<kTokens, true, true>
-                      : plan.passes == 1       ? linear_kernel<kTokens, true, false>
-                                               : linear_kernel<kTokens, false, false>;
+  const auto kernel = p.rope.cos_sin != nullptr  ? linear_kernel<kTokens, true, true, true>
+                      : p.norm_weight != nullptr ? linear_kernel<kTokens, true, true, false>
+                      : plan.passes == 1         ? linear_kernel<kTokens, true, false, false>
+                                                 : linear_kernel<kTokens, false, false, false>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.bytes),
         "shared memory");
   // The kernels of a step share multiprocessors only if they divide L1 and shared memory alike.
@@ -610,7 +698,7 @@ void launch(const LinearParams& p, const LinearPlan& plan, Stream stream) {
         "shared memory");
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.clusters * plan.cluster);
+  config.gridDim = dim3(clusters * plan.cluster);
   config.blockDim = dim3(32 * (kWarps + (plan.cluster > 1 ? 2 : 1)));
   config.dynamicSmemBytes = shared.bytes;
   config.stream = stream;
@@ -669,23 +757,29 @@ void run_gemm(const Tensor& out, const Tensor& x, const Tensor& packed, const Te
   gemm(p, stream);
 }
 
+bool is_aligned(const Tensor& t) {
+  return is_multiple(t.data, 16) && t.shape[t.ndim - 1] % 8 == 0 &&
+         (t.ndim == 1 || t.strides[0] % 8 == 0);
+}
+
+bool can_fuse_norm(const LinearPlan& plan, const Tensor& x, const Tensor& norm_weight) {
+  return plan.cluster == 1 && plan.passes == 1 && x.shape[0] <= kMaxTokens && is_aligned(x) &&
+         is_aligned(norm_weight);
+}
+
+// rope: fused too, which needs a norm that can be.
 void run_linear(const Tensor& out, const Tensor& x, const Norm* norm, const Tensor& packed,
-                const Tensor* bias, Epilogue epilogue, Stream stream) {
+                const Tensor* bias, Epilogue epilogue, Stream stream,
+                const RopeParams* rope = nullptr) {
   if (out.numel() == 0) return;
   const int strips = static_cast<int>(packed.shape[0]), tiles = static_cast<int>(packed.shape[1]);
   const LinearPlan plan = plan_linear(strips, tiles);
-  const auto is_aligned = [](const Tensor& t) {
-    return is_multiple(t.data, 16) && t.shape[t.ndim - 1] % 8 == 0 &&
-           (t.ndim == 1 || t.strides[0] % 8 == 0);
-  };
-  const bool is_small = x.shape[0] <= kMaxTokens;
-  const bool can_norm = plan.cluster == 1 && plan.passes == 1 && is_aligned(x) && is_small;
-  if (norm != nullptr && !(can_norm && is_aligned(norm->weight))) {
+  if (norm != nullptr && !can_fuse_norm(plan, x, norm->weight)) {
     rms_norm(norm->normed, x, norm->weight, norm->eps, stream);
     run_linear(out, norm->normed, nullptr, packed, bias, epilogue, stream);
     return;
   }
-  if (!is_small) {
+  if (x.shape[0] > kMaxTokens) {
     run_gemm(out, x, packed, bias, epilogue, stream);
     return;
   }
@@ -702,7 +796,9 @@ void run_linear(const Tensor& out, const Tensor& x, const Norm* norm, const Tens
     p.norm_weight = norm->weight.ptr<__nv_bfloat16>();
     p.eps = norm->eps;
   }
-  p.strips = Share(strips, plan.clusters);
+  const int units = rope != nullptr ? strips / 2 : strips;
+  const int clusters = std::min(units, plan.clusters);
+  p.strips = Share(units, clusters);
   p.tiles = Share(tiles, plan.cluster * kWarps * plan.passes);
   p.row_tiles = tiles;
   p.cluster = plan.cluster;
@@ -712,8 +808,9 @@ void run_linear(const Tensor& out, const Tensor& x, const Norm* norm, const Tens
   p.out_is_float = out.dtype == DType::kFloat32;
   p.x_is_aligned = is_aligned(x);
   p.epilogue = epilogue;
+  if (rope != nullptr) p.rope = *rope;
   p.t = static_cast<int>(x.shape[0]);
-  p.t <= 8 ? launch<8>(p, plan, stream) : launch<16>(p, plan, stream);
+  p.t <= 8 ? launch<8>(p, plan, clusters, stream) : launch<16>(p, plan, clusters, stream);
 }
 
 }  // namespace
@@ -741,6 +838,39 @@ void norm_linear(const Tensor& out, const Tensor& normed, const Tensor& x,
                  Stream stream) {
   const Norm norm{normed, norm_weight, eps};
   run_linear(out, x, &norm, packed, bias, Epilogue::kStore, stream);
+}
+
+void norm_linear_rope_store_kv(const Tensor& qkv, const Tensor& k_cache, const Tensor& v_cache,
+                               const Tensor& normed, const Tensor& x, const Tensor& norm_weight,
+                               const Tensor& packed, const Tensor* bias, const Tensor& cos_sin,
+                               const Tensor& positions, const Tensor& slot_mapping, float eps,
+                               Stream stream) {
+  const int64_t num_kv_heads = k_cache.shape[2], head_dim = k_cache.shape[3];
+  const int64_t num_heads = qkv.shape[1] / head_dim - 2 * num_kv_heads;
+  const LinearPlan plan =
+      plan_linear(static_cast<int>(packed.shape[0]), static_cast<int>(packed.shape[1]));
+  if (head_dim % (2 * kStripRows) != 0 || !can_fuse_norm(plan, x, norm_weight)) {
+    norm_linear(qkv, normed, x, norm_weight, packed, bias, eps, stream);
+    rotary_embedding_store_kv(heads_of(qkv, 0, num_heads, head_dim),
+                              heads_of(qkv, num_heads, num_kv_heads, head_dim),
+                              heads_of(qkv, num_heads + num_kv_heads, num_kv_heads, head_dim),
+                              k_cache, v_cache, cos_sin, positions, slot_mapping, stream);
+    return;
+  }
+  RopeParams rope{};
+  rope.k_cache = k_cache.ptr<__nv_bfloat16>();
+  rope.v_cache = v_cache.ptr<__nv_bfloat16>();
+  rope.cos_sin = cos_sin.ptr<float>();
+  rope.positions = positions.ptr<int32_t>();
+  rope.slot_mapping = slot_mapping.ptr<int32_t>();
+  rope.num_slots = k_cache.shape[0] * k_cache.shape[1];
+  rope.max_model_len = cos_sin.shape[0];
+  rope.num_heads = static_cast<int>(num_heads);
+  rope.num_kv_heads = static_cast<int>(num_kv_heads);
+  rope.head_dim = static_cast<int>(head_dim);
+  rope.half_strips = rope.head_dim / 2 / kStripRows;
+  const Norm norm{normed, norm_weight, eps};
+  run_linear(qkv, x, &norm, packed, bias, Epilogue::kStore, stream, &rope);
 }
 
 void norm_gated_linear(const Tensor& out, const Tensor& normed, const Tensor& x,

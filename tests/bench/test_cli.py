@@ -92,7 +92,11 @@ def test_ops(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     rows = bench("ops", tiny_model_dir, tmp_path, "tinyvllm")
     assert {row["step"] for row in rows} == {"decode 2", "prefill 7"}
     kinds = {row["op"]: row for row in rows if row["step"] == "decode 2"}
-    assert kinds["norm_linear qkv_proj"]["calls"] == kinds["paged_attention"]["calls"] == 2
+    assert (
+        kinds["norm_linear_rope_store_kv qkv_proj"]["calls"]
+        == kinds["paged_attention"]["calls"]
+        == 2
+    )
     assert kinds["norm_linear lm_head"]["calls"] == kinds["embedding"]["calls"] == 1
     assert kinds["whole step"]["us"] > 0 and kinds["linear_add down_proj"]["share"] > 0
     # 311 rows of logits, in 16-row tiles: packed weight, and x and out of two tokens.

@@ -61,6 +61,19 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
         "packed": ((2, 3, 16, 2), BF16),
         "bias": ((20,), BF16),
     },
+    "norm_linear_rope_store_kv": {
+        "qkv": ((3, 16), BF16),
+        "k_cache": ((6, 4, 1, 4), BF16),
+        "v_cache": ((6, 4, 1, 4), BF16),
+        "normed": ((3, 5), BF16),
+        "x": ((3, 5), BF16),
+        "norm_weight": ((5,), BF16),
+        "packed": ((1, 3, 16, 2), BF16),
+        "bias": ((16,), BF16),
+        "cos_sin": ((32, 4), F32),
+        "positions": ((3,), I32),
+        "slot_mapping": ((3,), I32),
+    },
     "norm_gated_linear": {
         "out": ((3, 20), BF16),
         "normed": ((3, 5), BF16),
@@ -84,6 +97,7 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {
 SCALARS: dict[str, tuple[float | int, ...]] = {
     "rms_norm": (1e-5,),
     "norm_linear": (1e-5,),
+    "norm_linear_rope_store_kv": (1e-5,),
     "norm_gated_linear": (1e-5,),
     "paged_attention": (0.25, 0),
 }
@@ -94,6 +108,7 @@ FREE_ROWS = {
     ("embedding", "weight"),
     ("gather_rows", "x"),
     ("rotary_embedding_store_kv", "cos_sin"),
+    ("norm_linear_rope_store_kv", "cos_sin"),
     ("pack_linear", "weight"),  # up to a multiple of 16
     ("pack_gated_linear", "weight"),  # refused as odd, test_what_only_the_op_knows
 }

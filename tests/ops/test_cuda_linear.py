@@ -13,6 +13,7 @@ from support.op_helpers import (
     FUSED_LINEARS,
     NAN,
     FusedLinear,
+    QkvCase,
     assert_bitwise_equal,
     assert_within_rule,
     random_bf16,
@@ -224,3 +225,32 @@ def test_a_packed_weight_of_another_shape_is_refused() -> None:
     x, out = random(1, 64, seed=1), torch.empty(1, 16, dtype=BF16, device=DEVICE)
     with pytest.raises(ValueError, match=r"linear: packed: expected shape \[1, 2, 16, 32\]"):
         native.linear(out, x, torch.empty(1, 32, 16, 2, dtype=BF16, device=DEVICE))
+
+
+# Heads that a kernel rotates itself, then those and inputs for which rotary_embedding runs behind.
+@pytest.mark.parametrize(
+    ("k", "heads"),
+    [
+        (2048, (64, 32, 8)),
+        (576, (64, 9, 3)),
+        (128, (64, 4, 2)),
+        (1536, (128, 12, 2)),
+        (577, (64, 3, 3)),
+        (4096, (128, 4, 2)),
+        (96, (48, 3, 1)),
+    ],
+)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+def test_qkv_is_rotated_and_stored_to_the_bit(
+    k: int, heads: tuple[int, int, int], with_bias: bool
+) -> None:
+    for t in TOKENS:
+        case = QkvCase.make(t, k, heads, with_bias=with_bias, device=DEVICE)
+        if t > 3:
+            case.positions[3] = 99  # beyond the table: q as the linear made it, nothing stored
+        packed = native.pack_linear(case.weight)
+        results = zip(
+            case.run(native, packed, fused=True), case.run(native, packed, fused=False), strict=True
+        )
+        for name, (fused, apart) in zip(("q", "k_cache", "v_cache"), results, strict=True):
+            assert_bitwise_equal(fused, apart, f"{name}, T={t}")

@@ -11,13 +11,14 @@ from support.op_helpers import (
     FUSED_LINEARS,
     NAN,
     FusedLinear,
+    QkvCase,
     assert_bitwise_equal,
     assert_within_rule,
     random_bf16,
 )
 
 from tinyvllm import _C
-from tinyvllm.ops import native, reference
+from tinyvllm.ops import Ops, native, reference
 
 # Numbers of tokens at which tiles begin, end and are left over.
 TOKENS = [0, 1, 2, 5, 6, 7, 8, 9, 16, 17, 64, 200]
@@ -103,6 +104,17 @@ def test_a_gate_far_into_both_tails() -> None:
     case.bias[2] = -1e30
     exact = case.float().run(reference, case.weight)
     assert_within_rule(case.run(native, case.pack(native)), exact, case.torch_result())
+
+
+@pytest.mark.parametrize("ops", [native, reference])
+@pytest.mark.parametrize("heads", [(64, 4, 2), (10, 3, 1)])
+def test_qkv_is_rotated_and_stored_to_the_bit(ops: Ops, heads: tuple[int, int, int]) -> None:
+    for t in (0, 1, 3, 17):
+        case = QkvCase.make(t, 577, heads, with_bias=True)
+        packed = ops.pack_linear(case.weight)
+        fused, apart = (case.run(ops, packed, fused=fused) for fused in (True, False))
+        for name, one, other in zip(("q", "k_cache", "v_cache"), fused, apart, strict=True):
+            assert_bitwise_equal(one, other, f"{name}, T={t}")
 
 
 def test_threads_change_no_bit(num_threads: int) -> None:

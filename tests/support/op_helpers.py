@@ -125,6 +125,64 @@ class FusedLinear:
         return F.silu(gate) * up
 
 
+@dataclass(frozen=True)
+class QkvCase:
+    """A qkv_proj with its norm, and what rotates and stores its heads."""
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    x: torch.Tensor  # [t, k]
+    norm_weight: torch.Tensor  # [k]
+    weight: torch.Tensor  # [(num_heads + 2 num_kv_heads) head_dim, k]
+    bias: torch.Tensor | None
+    cos_sin: torch.Tensor  # [max_model_len, head_dim]
+    positions: torch.Tensor  # [t]
+    slot_mapping: torch.Tensor  # [t]; -1 for one of them
+
+    @staticmethod
+    def make(
+        t: int, k: int, heads: tuple[int, int, int], *, with_bias: bool, device: str = "cpu"
+    ) -> QkvCase:
+        """heads: (head_dim, num_heads, num_kv_heads)."""
+        head_dim, num_heads, num_kv_heads = heads
+        rows = (num_heads + 2 * num_kv_heads) * head_dim
+        generator = torch.Generator().manual_seed(t)
+        slots = torch.randperm(_QKV_SLOTS, generator=generator)[:t].to(torch.int32)
+        slots[t // 2 : t // 2 + 1] = -1
+        angles = torch.rand(99, head_dim // 2, generator=generator) * 6
+        return QkvCase(
+            *heads,
+            random_bf16(t, k, seed=3 + t, scale=3.0).to(device),
+            random_bf16(k, seed=4).to(device),
+            random_bf16(rows, k, seed=1, scale=k**-0.5).to(device),
+            random_bf16(rows, seed=2).to(device) if with_bias else None,
+            torch.cat([angles.cos(), angles.sin()], dim=1).to(device),
+            torch.randint(99, (t,), generator=generator).to(torch.int32).to(device),
+            slots.to(device),
+        )
+
+    def run(self, ops: Ops, packed: torch.Tensor, *, fused: bool) -> list[torch.Tensor]:
+        """q, and the caches: by one op or by the two that it stands for. NaN before."""
+        cache_shape = _QKV_SLOTS // 16, 16, self.num_kv_heads, self.head_dim
+        x = self.x
+        caches = [x.new_full(cache_shape, NAN) for _ in range(2)]
+        qkv, normed = x.new_full((len(x), len(self.weight)), NAN), torch.full_like(x, NAN)
+        heads = qkv.view(len(x), len(self.weight) // self.head_dim, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        linear = normed, x, self.norm_weight, packed, self.bias
+        rope = self.cos_sin, self.positions, self.slot_mapping
+        if fused:
+            ops.norm_linear_rope_store_kv(qkv, *caches, *linear, *rope, _EPS)
+        else:
+            ops.norm_linear(qkv, *linear, _EPS)
+            ops.rotary_embedding_store_kv(q, k, v, *caches, *rope)
+        return [q.contiguous(), *caches]
+
+
+_QKV_SLOTS = 64
+
+
 @dataclass
 class PagedKV:
     """Sequences in a paged cache: permuted blocks, NaN in unread slots, absurd unread ids.

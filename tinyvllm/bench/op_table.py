@@ -33,7 +33,12 @@ _REPEATS = 7
 Call = tuple[str, tuple[Any, ...]]
 
 # The ops that read a weight: (position of x, position of the packed weight) in their arguments.
-_LINEARS = {"linear_add": (1, 2), "norm_linear": (2, 4), "norm_gated_linear": (2, 4)}
+_LINEARS = {
+    "linear_add": (1, 2),
+    "norm_linear": (2, 4),
+    "norm_linear_rope_store_kv": (4, 6),
+    "norm_gated_linear": (2, 4),
+}
 
 
 @dataclass(frozen=True, slots=True)

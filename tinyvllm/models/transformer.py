@@ -95,12 +95,20 @@ class Transformer:
     ) -> None:
         """Adds attention and MLP to b.residual."""
         ops, x, eps = self.ops, b.residual, self._eps  # x [T, H]
-        qkv_proj = w.input_layernorm, w.qkv_proj, w.qkv_bias
-        ops.norm_linear(b.qkv, b.normed, x, *qkv_proj, eps)  # [T, (num_heads + 2 num_kv_heads) D]
-        if w.q_norm is not None and w.k_norm is not None:
+        norm, qkv_proj, qkv_bias = w.input_layernorm, w.qkv_proj, w.qkv_bias
+        caches = k_cache, v_cache
+        where = self.weights.cos_sin, batch.positions, batch.slot_mapping
+        # b.qkv is [T, (num_heads + 2 num_kv_heads) D], b.q, b.k and b.v are its parts.
+        if w.q_norm is None or w.k_norm is None:
+            ops.norm_linear_rope_store_kv(
+                b.qkv, *caches, b.normed, x, norm, qkv_proj, qkv_bias, *where, eps
+            )
+        else:
+            ops.norm_linear(b.qkv, b.normed, x, norm, qkv_proj, qkv_bias, eps)
             ops.rms_norm(b.q, b.q, w.q_norm, eps)  # [T, num_heads, D]
             ops.rms_norm(b.k, b.k, w.k_norm, eps)  # [T, num_kv_heads, D]
-        self._attend(b, batch, k_cache, v_cache)  # [T, num_heads, D]
+            ops.rotary_embedding_store_kv(b.q, b.k, b.v, *caches, *where)
+        self._attend(b, batch, *caches)  # [T, num_heads, D]
         ops.linear_add(x, b.attn_out_flat, w.o_proj, w.o_bias)
         gate_up_proj = w.post_attention_layernorm, w.gate_up_proj, w.gate_up_bias
         ops.norm_gated_linear(b.act, b.normed, x, *gate_up_proj, eps)  # [T, I]
@@ -109,17 +117,7 @@ class Transformer:
     def _attend(
         self, b: ForwardBuffers, batch: ForwardBatch, k_cache: Tensor, v_cache: Tensor
     ) -> None:
-        """Rotates q and k, stores k and v, and attends over the cache: b.qkv -> b.attn_out."""
-        self.ops.rotary_embedding_store_kv(
-            b.q,
-            b.k,
-            b.v,
-            k_cache,
-            v_cache,
-            self.weights.cos_sin,
-            batch.positions,
-            batch.slot_mapping,
-        )
+        """Attends over the cache, the step's own keys included: b.q -> b.attn_out."""
         self.ops.paged_attention(
             b.attn_out,
             b.q,

@@ -114,6 +114,25 @@ class Ops(Protocol):
         bias: Tensor | None,
         eps: float,
     ) -> None: ...
+    def norm_linear_rope_store_kv(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        normed: Tensor,
+        x: Tensor,
+        norm_weight: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        eps: float,
+    ) -> None:
+        """norm_linear into qkv [T, (num_heads + 2 num_kv_heads) D], then rotary_embedding_store_kv
+        of its heads. Afterwards q is there, rotated; k and v are in the cache."""
+        ...
+
     def norm_gated_linear(
         self,
         out: Tensor,

@@ -30,6 +30,7 @@ paged_attention = _C.paged_attention
 linear = _C.linear
 linear_add = _C.linear_add
 norm_linear = _C.norm_linear
+norm_linear_rope_store_kv = _C.norm_linear_rope_store_kv
 norm_gated_linear = _C.norm_gated_linear
 gather_rows = _C.gather_rows
 sample = _C.sample

@@ -176,6 +176,29 @@ def norm_linear(
     linear(out, normed, packed, bias)
 
 
+def norm_linear_rope_store_kv(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    normed: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+) -> None:
+    """norm_linear into qkv [T, (num_heads + 2 num_kv_heads) D], then q in it rotated, and k and v
+    rotated and stored; what their part of qkv then holds is not defined."""
+    norm_linear(qkv, normed, x, norm_weight, packed, bias, eps)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
+    q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+    rotary_embedding_store_kv(q, k, v, k_cache, v_cache, cos_sin, positions, slot_mapping)
+
+
 def norm_gated_linear(
     out: Tensor,
     normed: Tensor,
