@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -34,12 +35,12 @@ import torch
 from tinyvllm.batch import Buckets
 from tinyvllm.errors import ConfigError, NotSupportedError
 from tinyvllm.loader import load_config, load_model
-from tinyvllm.models import ForwardBuffers, KVCache
+from tinyvllm.models import BufferPlan, ForwardBuffers, KVCache
 from tinyvllm.ops import get_ops
 from tinyvllm.slot_logits import SlotLogits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
     from collections.abc import Sequence as Seq
     from os import PathLike
 
@@ -55,6 +56,9 @@ logger = logging.getLogger(__name__)
 # One graph per number of decoding sequences; the least recently replayed goes first. A graph is a
 # few hundred kilobytes and a capture costs about as much as two eager steps' op calls.
 _MAX_GRAPHS = 64
+
+# What captured graphs, the kernels' workspaces and the driver take of a GPU beside the arena.
+_GRAPH_BYTES = 384 << 20
 
 # max_num_seqs and max_num_batched_tokens where the user names none: a step that takes a CPU a tenth
 # of a second, and one that fills a GPU.
@@ -262,24 +266,20 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             progress=progress,
         )
-        self.num_blocks = self._size_pool(config)
-        self.kv_cache = KVCache.allocate(
-            self.model_config, self.num_blocks, config.block_size, self.dtype, self.device
-        )
-        self._buffers = ForwardBuffers.allocate(
-            self.model_config,
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            self.dtype,
-            self.device,
-        )
+        with self._named_out_of_memory():
+            self._buffers = self._allocate_buffers()
+            self.num_blocks = self._size_pool(config)
+            self.kv_cache = KVCache.allocate(
+                self.model_config, self.num_blocks, config.block_size, self.dtype, self.device
+            )
         use_graphs = self.ops.supports_graphs and not config.enforce_eager
         self.buckets: Buckets | None = None
         """The sizes that steps are padded to: on a GPU."""
         self._stream: Stream | None = None
         self._cuda: CudaSteps | None = None
         if self.device.type == "cuda":
-            self._cuda = self._new_cuda_steps(use_graphs, progress)
+            with self._named_out_of_memory():
+                self._cuda = self._new_cuda_steps(use_graphs, progress)
         elif use_graphs:
             self._stream = self.ops.new_stream()
         self.runs_ahead = use_graphs and config.async_scheduling
@@ -512,13 +512,51 @@ class ModelRunner:
             )
         return steps
 
+    def _allocate_buffers(self) -> ForwardBuffers:
+        """Raises `ConfigError` where a GPU has no room for them beside the weights."""
+        sizes = self.model_config, self.max_num_batched_tokens, self.max_num_seqs, self.dtype
+        if self.device.type == "cuda":
+            needed = BufferPlan.make(*sizes).num_bytes
+            free = torch.cuda.mem_get_info(self.device)[0]
+            if needed + self._gpu_reserve() > free:
+                raise ConfigError(
+                    f"max_num_batched_tokens {self.max_num_batched_tokens} and max_num_seqs "
+                    f"{self.max_num_seqs} need {needed / 2**30:.2f} GiB of activations on "
+                    f"{self.device}, and {self._gpu_reserve() / 2**30:.2f} GiB are for graphs and "
+                    f"sampling; {free / 2**30:.2f} GiB are free beside the weights: lower them",
+                    param="max_num_batched_tokens",
+                )
+        return ForwardBuffers.allocate(*sizes, self.device)
+
+    def _gpu_reserve(self) -> int:
+        """Bytes of a GPU that are left for what comes later: graphs, workspaces, and the state of
+        slots with penalties and masks, which the first request that asks for them allocates."""
+        return _GRAPH_BYTES + 10 * self.max_num_seqs * self.model_config.vocab_size
+
+    @contextmanager
+    def _named_out_of_memory(self) -> Iterator[None]:
+        """A GPU's own error -> `ConfigError`: somebody else took memory meanwhile, or the reserve
+        was too small."""
+        try:
+            yield
+        except RuntimeError as error:  # torch's, the kernels' own, or a graph's
+            if self.device.type != "cuda" or "out of memory" not in str(error):
+                raise
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ConfigError(
+                f"{self.device} has no memory left behind the weights ({free / 2**30:.2f} of "
+                f"{total / 2**30:.2f} GiB are free): lower num_blocks, max_num_batched_tokens or "
+                "max_num_seqs, or stop other programs there",
+                param="num_blocks",
+            ) from error
+
     def _size_pool(self, config: EngineConfig) -> int:
         """KV blocks: as configured, else what the configured load needs within half of the free
         memory. Raises `ConfigError` when not even one block fits."""
         block_bytes = KVCache.num_bytes_per_block(self.model_config, config.block_size, self.dtype)
         free = free_memory()
         if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
+            free = max(0, torch.cuda.mem_get_info(self.device)[0] - self._gpu_reserve())
         if config.num_blocks is not None:
             if config.num_blocks * block_bytes > free:
                 raise ConfigError(
@@ -559,7 +597,11 @@ def _awaits_token(seq: Sequence) -> bool:
 
 def _resolve_device(device: str) -> torch.device:
     """Raises `NotSupportedError` for a GPU that is not there, or that `_C` has no kernels for."""
-    if device == "cpu" or (device == "auto" and not _num_cuda_devices()):
+    if device == "auto" and not _num_cuda_devices():
+        if torch.cuda.is_available() or Path("/dev/nvidiactl").exists():
+            logger.warning("there is a GPU, but %s: running on the CPU", _no_cuda_reason())
+        device = "cpu"
+    if device == "cpu":
         return torch.device("cpu")
     resolved = torch.device("cuda" if device == "auto" else device)
     index = resolved.index or 0
