@@ -452,6 +452,12 @@ class BatchBuilder:
             if owner is seq:
                 self._slot_owner[slot] = None
 
+    def forget_all(self) -> None:
+        """No sequence is left: one that has ended is not kept, nor whoever reads its tokens."""
+        self._slot_owner = [None] * len(self._slot_owner)
+        self._decoding = self._decode_batch = None
+        self._drew, self._special = [], []
+
     def _gather_tables(self, slots: list[int], sequences: list[Sequence]) -> Int32:
         """[S, width], in the step's memory."""
         width = max(len(seq.block_table) for seq in sequences)

@@ -541,6 +541,8 @@ class Engine:
                 if self._in_flight or (scheduler.has_work and not self._is_paused):
                     return not self._is_drain_over
                 self._deliver()
+                if not scheduler.num_unfinished:
+                    self._builder.forget_all()
                 if self._is_drain_over or (self._has_tokenized_all and not self._states):
                     return False
                 self._idle_since = perf_counter()

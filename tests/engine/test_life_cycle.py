@@ -30,6 +30,8 @@ from tinyvllm import (
     NotSupportedError,
     SamplingParams,
 )
+from tinyvllm.sequence import Sequence
+from tinyvllm.stream import StreamState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -517,6 +519,30 @@ def test_no_blocked_thread_keeps_a_stream_alive(make_engine: MakeEngine, prompts
     while alive() is not None and time.monotonic() < end:
         gc.collect()
     assert alive() is None
+    asyncio.run(engine.aclose())
+
+
+def test_an_idle_engine_keeps_no_sequence(make_engine: MakeEngine, prompts: Any) -> None:
+    """They hold prompts, texts and readers; its slots and its last step must not."""
+    engine = make_engine()
+
+    def count() -> int:
+        gc.collect()
+        return sum(type(each) in (Sequence, StreamState) for each in gc.get_objects())
+
+    async def use() -> None:
+        await engine.start()
+        plain = engine.generate(prompts[0], temperature=0.0, max_tokens=3)
+        special = engine.generate(prompts[1], temperature=0.0, max_tokens=5, logprobs=1)
+        for stream in (plain, special):
+            await stream.text()
+
+    before = count()
+    asyncio.run(use())
+    end = time.monotonic() + 10
+    while count() > before and time.monotonic() < end:  # until the thread has gone to rest
+        pass
+    assert count() == before
     asyncio.run(engine.aclose())
 
 
