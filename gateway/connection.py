@@ -75,7 +75,7 @@ class Connection(ServerConnection):
         """Send text messages (UTF-8) now, a frame each, in one write. A socket that is not open
         drops them."""
         protocol = self.protocol
-        if protocol.state is not _OPEN:
+        if protocol.state is not _OPEN or self.transport.is_closing():
             return
         if protocol.extensions:
             for message in messages:

@@ -70,9 +70,9 @@ class _Deltas:
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of those that have any
 
     def append(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+        self._json += json_text.dumps(text)[1:-1]
         if logprobs:
             self._logprobs[len(self._ends)] = logprobs
-        self._json += json_text.dumps(text)[1:-1]
         self._ends.append(len(self._json))
 
     @property
@@ -129,8 +129,6 @@ class Transcript:
         self.response_id = response_id
         self.tag = tag
         self.status = "in_progress"
-        self.pending_size = 0
-        """Characters of text, and about those of log-probabilities, that `seal` will put out."""
         self.ended = False
         self._request = request
         self._model = model
@@ -142,6 +140,7 @@ class Transcript:
         self._starts: list[int] = []  # the number of each, or of its first delta
         self._pending: list[str] = []
         self._pending_logprobs: list[dict[str, Any]] = []
+        self._text_size = self._logprobs_size = 0
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._item_id: str | None = None  # of the message that is being written
         self._deltas: _Deltas | None = None  # its own
@@ -166,18 +165,26 @@ class Transcript:
         self._starts.append(self.num_events)
         self.num_events += 1
 
+    @property
+    def pending_size(self) -> int:
+        """Characters of text, and about those of log-probabilities, that `seal` will put out.
+        Nothing while there is no text: it puts nothing out then, whoever reads."""
+        return self._text_size + self._logprobs_size if self._pending else 0
+
     def add_text(self, text: str) -> None:
         self._pending.append(text)
-        self.pending_size += len(text)
+        self._text_size += len(text)
 
     def add_logprob(self, entry: dict[str, Any]) -> None:
         """Of one token. Those of tokens without text of their own go with the text that follows."""
         self._pending_logprobs.append(entry)
-        self.pending_size += _LOGPROB_CHARS * (1 + len(entry["top_logprobs"]))
+        self._logprobs_size += _LOGPROB_CHARS * (1 + len(entry["top_logprobs"]))
 
     def add_call(self, call: Call, item_id: str, call_id: str) -> None:
-        """A whole call of a function; ends the message before it."""
+        """A whole call of a function; ends the message before it. Log-probabilities of its tokens
+        are of no text."""
         self.seal()
+        self._pending_logprobs, self._logprobs_size = [], 0
         self._close_message("completed")
         index, arguments = len(self._output), call.arguments_json
         item = {
@@ -201,13 +208,13 @@ class Transcript:
         """Make one delta of the text that gathered, if any."""
         if not self._pending:
             return
-        deltas = self._deltas or self._open_message()
-        deltas.append("".join(self._pending), self._pending_logprobs)
+        text, logprobs = "".join(self._pending), self._pending_logprobs
+        self._pending.clear()  # also if this fails: then `finish` tells of it
+        self._text_size = 0
+        if logprobs:
+            self._pending_logprobs, self._logprobs_size = [], 0
+        (self._deltas or self._open_message()).append(text, logprobs)
         self.num_events += 1
-        self._pending.clear()
-        self.pending_size = 0
-        if self._pending_logprobs:
-            self._pending_logprobs = []
 
     def finish(self, outcome: Outcome) -> None:
         """The end: closes the message, if there is one, and adds the terminal event.

@@ -12,7 +12,7 @@ With a step in flight that last token is on the device only; its successor's pla
 
 from __future__ import annotations
 
-import os
+import random
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from tinyvllm.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Seeded by the system once: its own numbers cost the engine thread the GIL each time, and beside a
+# busy event loop 5 ms to get it back.
+_seeds = random.Random()
 
 
 class SequenceStatus(Enum):
@@ -141,7 +145,7 @@ class Sequence:
         """Choice 0, whose prompt blocks this one shares."""
         if seed is None:
             seed = params.seed
-        self.seed = int.from_bytes(os.urandom(8), "little") >> 1 if seed is None else seed
+        self.seed = _seeds.getrandbits(63) if seed is None else seed
         """In [-2**63, 2**63)."""
         self.status = SequenceStatus.WAITING
         self.paused = False

@@ -448,7 +448,7 @@ async def test_conversations(running: Harness, open_page: Callable[..., Awaitabl
     await page.wait_for(f"{LAST}.querySelector('.count').innerText === '2 / 2'")
     await is_idle(page)
     await reload(page)
-    await page.wait_for(f"{shown}.length === 4")
+    await page.wait_for(f"{shown}.length === 4 && {LAST}.innerText.includes('re: pears')")
     assert await page.evaluate(shown) == ["apples", "re: apples", "pears", "re: pears"]
     assert await page.evaluate(f"{LAST}.querySelector('.count').innerText") == "2 / 2"
 

@@ -597,6 +597,40 @@ def test_logprobs_go_with_their_text_and_add_up() -> None:
     assert read(log, 4, merge=True)[0]["logprobs"] == entries
 
 
+def test_logprobs_without_text_hold_nothing_back() -> None:
+    """No reader can take them from the log, so a response must not wait for that."""
+    entry = {"token": "", "bytes": [], "logprob": -0.5, "top_logprobs": []}
+    log = transcript(top_logprobs=0)
+    log.created()
+    for _ in range(100):
+        log.add_logprob(entry)
+    log.seal()
+    assert log.pending_size == 0
+    log.add_text("a")
+    assert log.pending_size > 100
+    log.seal()
+    assert log.pending_size == 0 and len(read(log)[4]["logprobs"]) == 100
+    # Those of a call's tokens are of no text.
+    log.add_logprob(entry)
+    log.add_call(Call("f", {}), "fc_1", "call_1")
+    log.add_text("b")
+    log.finish(outcome())
+    assert [e["logprobs"] for e in read(log) if e["type"] == "response.output_text.delta"][1] == []
+
+
+def test_text_that_is_no_unicode_fails_its_response_alone() -> None:
+    log = transcript()
+    log.created()
+    log.add_text("ok")
+    log.seal()
+    log.add_text("\ud800")
+    with pytest.raises((TypeError, ValueError)):
+        log.seal()
+    log.finish(outcome("failed", code="server_error", message="m"))
+    events = read(log)
+    assert events[-1]["type"] == "response.failed" and events[4]["delta"] == "ok"
+
+
 def test_a_log_that_is_forgotten_leaves_the_response() -> None:
     log = transcript()
     log.created()
