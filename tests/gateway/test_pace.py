@@ -49,12 +49,19 @@ async def test_feed_text_gives_what_is_ready_at_once() -> None:
     state, stream = new_stream()
     seen: list[tuple[str, str | None]] = []
     put(state, "a", "", "b")
-    task = asyncio.create_task(stream.feed_text(lambda *got: seen.append(got)))
-    await asyncio.sleep(0)
+    arrived = asyncio.Event()
+
+    def take(text: str, finish_reason: str | None) -> None:
+        seen.append((text, finish_reason))
+        arrived.set()
+
+    task = asyncio.create_task(stream.feed_text(take))
+    await asyncio.wait_for(arrived.wait(), 5)
     assert seen == [("ab", None)]
     put(state, "c")
     put(state, "d")
-    await asyncio.sleep(0.01)
+    arrived.clear()
+    await asyncio.wait_for(arrived.wait(), 5)
     assert seen[1:] == [("cd", None)]
     put(state, "e", "", reason="stop")
     state.end("stop")
