@@ -24,6 +24,7 @@
 #include "tensor.h"
 #ifdef TINYVLLM_WITH_CUDA
 #include "cuda/device.h"
+#include "cuda/token_mailbox.h"
 #include "cuda/workspace.h"
 #endif
 
@@ -820,6 +821,50 @@ int64_t release_workspace([[maybe_unused]] int device_id) {
 #endif
 }
 
+#ifdef TINYVLLM_WITH_CUDA
+// cuda::TokenMailbox of one device, whose streams it works on.
+class TokenMailbox {
+ public:
+  TokenMailbox(int device_id, int64_t max_rows, int num_stages) : device_id_(device_id) {
+    if (max_rows < 1 || num_stages < 1) {
+      throw py::value_error("TokenMailbox: max_rows and num_stages: expected 1 or more");
+    }
+    const GilReleased released;
+    const cuda::DeviceGuard guard(device_id);
+    mailbox_.emplace(max_rows, num_stages);
+  }
+
+  void publish(TensorArg token_ids) {
+    OpCall op("publish");
+    Dim R("R");
+    const Tensor t = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
+    if (t.device != DeviceType::kCuda || t.device_id != device_id_) {
+      op.fail("token_ids", "a tensor on cuda:" + std::to_string(device_id_), device_name(t));
+    }
+    check_count("token_ids", R.size);
+    op.run([] {}, [&](cuda::Stream stream) { mailbox_->publish(t, stream); });
+  }
+
+  std::vector<int32_t> wait(uint32_t step, int64_t count, intptr_t stream) {
+    check_count("count", count);
+    const GilReleased released;
+    const cuda::DeviceGuard guard(device_id_);
+    return mailbox_->wait(step, count, reinterpret_cast<cuda::Stream>(stream));
+  }
+
+ private:
+  void check_count(const char* arg, int64_t count) const {
+    if (count >= 0 && count <= mailbox_->max_rows()) return;
+    throw py::value_error(std::string("TokenMailbox: ") + arg + ": expected at most " +
+                          std::to_string(mailbox_->max_rows()) + " tokens, got " +
+                          std::to_string(count));
+  }
+
+  int device_id_;
+  std::optional<cuda::TokenMailbox> mailbox_;
+};
+#endif
+
 int num_cuda_devices() {
 #ifdef TINYVLLM_WITH_CUDA
   return cuda::num_devices();
@@ -918,6 +963,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("num_threads", &cpu::num_threads);
   m.def("set_num_threads", &set_num_threads, py::arg("n"));
 #ifdef TINYVLLM_WITH_CUDA
+  py::class_<TokenMailbox>(m, "TokenMailbox", "A GPU's drawn tokens on their way to the host.")
+      .def(py::init<int, int64_t, int>(), py::arg("device_id"), py::arg("max_rows"),
+           py::arg("num_stages"))
+      .def("publish", &TokenMailbox::publish, py::arg("token_ids"))
+      .def("wait", &TokenMailbox::wait, py::arg("step"), py::arg("count"), py::arg("stream"));
   m.attr("has_cuda") = true;
 #else
   m.attr("has_cuda") = false;

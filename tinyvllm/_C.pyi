@@ -158,6 +158,19 @@ class Stream:
     def launch(self, graph: Graph, result: Tensor) -> Launch:
         """Queue `graph`; `result` [n] int32 is copied when its last op has ended."""
 
+class TokenMailbox:
+    """A GPU's drawn tokens on their way to the host. Only in a build with CUDA."""
+
+    def __init__(self, device_id: int, max_rows: int, num_stages: int) -> None: ...
+    def publish(self, token_ids: Tensor) -> None:
+        """End a step on the current stream (or in a graph): `token_ids` [R] int32 on the device,
+        R <= max_rows. Runs count from 1."""
+
+    def wait(self, step: int, count: int, stream: int) -> list[int]:
+        """The first `count` tokens that the publish number `step` stored, once they are there. The
+        step `num_stages` later must not have been launched yet. RuntimeError if what was launched
+        on `stream` has failed."""
+
 def isa() -> str:
     """The instruction set in use: "portable", "avx2", "avx512" or "avx512_bf16"."""
 

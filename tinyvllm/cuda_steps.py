@@ -3,7 +3,7 @@
     host, pinned, in turns ──copy──► rows on the device ──► graph of the step's size ──► token ids
                                           ▲      advance_decode │ take_drawn            │
                                           └─────────────────────────────────────────────┤
-    result(): waits for the copy of the ids ◄────── pinned, in turns ◄──────copy────────┘
+    result(): looks until they are there ◄───── pinned, in turns ◄────── publish ───────┘
 
 All of it is in the order of one stream. That is the fence: what a launched step reads or writes,
 rows, tables and KV blocks, a later one changes only after it.
@@ -31,40 +31,36 @@ if TYPE_CHECKING:
 class CudaStep:
     """A launched step."""
 
-    __slots__ = ("begin", "drawn", "end", "forward_end", "ids", "last_end", "resumed")
+    __slots__ = ("_steps", "begin", "drawn", "end", "forward_end", "last_end", "number", "resumed")
 
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        drawn: torch.Tensor,
-        begin: torch.cuda.Event,
-        last_end: torch.cuda.Event | None,
-    ) -> None:
-        """`drawn` [R] is what the device draws, `ids` the host's memory for it."""
-        self.ids, self.drawn = ids, drawn
-        self.begin, self.end, self.last_end = begin, _new_event(), last_end
-        # Of a step whose draw is launched by itself: between these it may have waited for that.
+    def __init__(self, steps: CudaSteps, drawn: torch.Tensor) -> None:
+        """`drawn` [R] is what the device draws."""
+        self._steps, self.drawn = steps, drawn
+        self.number = 0
+        # Of a timed step. One whose draw is launched by itself may wait for that between its
+        # forward pass's end and `resumed`.
+        self.begin: torch.cuda.Event | None = None
         self.forward_end: torch.cuda.Event | None = None
         self.resumed: torch.cuda.Event | None = None
+        self.end: torch.cuda.Event | None = None
+        self.last_end: torch.cuda.Event | None = None
 
     def wait(self) -> list[int]:
         """Block, without the GIL, until the ids are there."""
-        self.end.synchronize()
-        ids: list[int] = self.ids[: len(self.drawn)].tolist()
-        return ids
+        return self._steps.wait(self)
 
     def seconds(self) -> tuple[float, float]:
-        """After `wait`: the device's time in the step, and idle before it and in it."""
+        """After `wait`: the device's time in the step, and idle before it and in it. Zeros unless
+        the step was timed."""
+        if self.begin is None or self.end is None:
+            return 0.0, 0.0
+        self.end.synchronize()
         busy = self.begin.elapsed_time(self.end) / 1e3
         idle = 0.0 if self.last_end is None else self.last_end.elapsed_time(self.begin) / 1e3
         if self.forward_end is not None and self.resumed is not None:
             waited = self.forward_end.elapsed_time(self.resumed) / 1e3
             return busy - waited, idle + waited
         return busy, idle
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class DeviceRows:
@@ -163,7 +159,10 @@ class CudaSteps:
             max_blocks=max_blocks,
             buckets=buckets,
         )
-        self._ids = self.rows.staging(max_num_seqs, torch.int32)
+        self._mailbox = _C.TokenMailbox(device.index, max_num_seqs, NUM_STAGES)
+        self._num_steps = 0
+        self.is_timed = False
+        """Steps are launched between events, which cost a few microseconds each."""
         self._last_end: torch.cuda.Event | None = None
         self._graphs: Graphs = {}
         self._forward_graphs: Graphs = {}
@@ -182,15 +181,20 @@ class CudaSteps:
         gc.collect()  # a finalizer that frees device memory would spoil a capture
         for i, key in enumerate(keys):
             report(i / len(keys))
-            self._graphs[key] = self._capture(self._run, key, pool)
+            self._graphs[key] = self._capture(self._run, key, pool, ends_step=True)
             self._forward_graphs[key] = self._capture(self._run_forward, key, pool)
 
-    def _capture(self, run: Run, key: tuple[BatchSize, bool], pool: Any) -> torch.cuda.CUDAGraph:
-        rows = self.rows.narrow(key[0])
+    def _capture(
+        self, run: Run, key: tuple[BatchSize, bool], pool: Any, ends_step: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        size, is_pure_decode = key
+        rows = self.rows.narrow(size)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            run(rows, *key)
+            run(rows, size, is_pure_decode)
+            if ends_step:
+                self._mailbox.publish(self.rows.drawn[: size.num_logits])
         finally:
             graph.capture_end()
         return graph
@@ -198,45 +202,59 @@ class CudaSteps:
     def launch(self, batch: Batch) -> CudaStep:
         """Start one step behind those that run already."""
         step = self._start(batch, self._graphs, self._run)
-        self.finish(step)
+        if not self._graphs:
+            self._mailbox.publish(step.drawn)
+        self._end(step)
         return step
 
     def launch_forward(self, batch: Batch) -> CudaStep:
         """The same up to the logits. Before the next is launched comes, after whatever wait,
         `resume`, then the draw, then `finish`."""
         step = self._start(batch, self._forward_graphs, self._run_forward)
-        step.forward_end = _new_event()
-        step.forward_end.record()
+        step.forward_end = self._event()
         return step
 
     def resume(self, step: CudaStep) -> None:
         """Before its draw is launched."""
-        step.resumed = _new_event()
-        step.resumed.record()
+        step.resumed = self._event()
 
     def finish(self, step: CudaStep) -> None:
         """Behind its draw."""
-        if len(step.drawn):
-            step.ids[: len(step.drawn)].copy_(step.drawn, non_blocking=True)
-        step.end.record()
-        self._last_end = step.end
+        self._mailbox.publish(step.drawn)
+        self._end(step)
+
+    def wait(self, step: CudaStep) -> list[int]:
+        """For the ids of a step. Those of the last NUM_STAGES steps are kept."""
+        return self._mailbox.wait(step.number, len(step.drawn), self._stream.cuda_stream)
 
     def _start(self, batch: Batch, graphs: Graphs, run: Run) -> CudaStep:
-        begin = _new_event()
-        begin.record()
+        step = CudaStep(self, self.rows.drawn[: batch.num_logits])
+        step.begin, step.last_end = self._event(), self._last_end
         self.rows.upload(batch)
-        graph = graphs.get((batch.size, batch.is_pure_decode))
-        if graph is not None:
-            graph.replay()
+        key = batch.size, batch.is_pure_decode
+        if graphs:
+            graphs[key].replay()
         else:
-            run(self.rows.narrow(batch.size), batch.size, batch.is_pure_decode)
-        drawn = self.rows.drawn[: batch.num_logits]
-        return CudaStep(self._ids[self.rows.stage], drawn, begin, self._last_end)
+            run(self.rows.narrow(batch.size), *key)
+        return step
+
+    def _end(self, step: CudaStep) -> None:
+        self._num_steps += 1
+        step.number = self._num_steps
+        step.end = self._last_end = self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self.is_timed:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def close(self) -> None:
         """Wait for what was launched and give every byte back."""
         self._stream.synchronize()
         self._graphs.clear()
         self._forward_graphs.clear()
+        del self._mailbox
         _C.release_workspace(self._device.index)
         torch.cuda.set_stream(torch.cuda.default_stream(self._device))

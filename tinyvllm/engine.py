@@ -200,8 +200,7 @@ class Engine:
         self.stopped = Signal()
         """The thread is at its end: nothing runs and everything is released."""
         self.start_error: BaseException | None = None
-        self.step_timings: StepTimings | None = None
-        """Set to a StepTimings to have it filled."""
+        self._step_timings: StepTimings | None = None
         self.model_config: ModelConfig
         self.max_model_len: int
         self.max_num_seqs: int
@@ -387,6 +386,16 @@ class Engine:
             paused=alive and self._is_paused,
             **counts,
         )
+
+    @property
+    def step_timings(self) -> StepTimings | None:
+        """Set to a StepTimings to have it filled."""
+        return self._step_timings
+
+    @step_timings.setter
+    def step_timings(self, timings: StepTimings | None) -> None:
+        self._step_timings = timings
+        self._runner.time_steps(timings is not None)
 
     def enable_metrics(self) -> Recorder:
         """Record from now on, if not yet."""
@@ -731,7 +740,7 @@ class Engine:
         self._deliver()
         if not schedule or not runs_ahead or len(self._in_flight) > 1:
             self._take_result()
-        timings = self.step_timings
+        timings = self._step_timings
         if timings is not None:
             timings.schedule += scheduled - start
             timings.build += built - scheduled
@@ -763,7 +772,7 @@ class Engine:
         if update.entries:
             self._num_output_tokens += len(update.entries)
             self._undelivered = _Delivery(update, output.logprobs, drawn)
-        timings = self.step_timings
+        timings = self._step_timings
         if timings is not None:
             timings.num_steps += 1
             timings.num_tokens += len(update.entries)
@@ -809,7 +818,7 @@ class Engine:
                     waiter.notified = False
                     entry.seq.owner.wake_reader()
             raise
-        timings = self.step_timings
+        timings = self._step_timings
         if timings is not None:
             timings.detokenize += detokenized - start
             timings.publish += perf_counter() - detokenized
@@ -950,10 +959,7 @@ class Engine:
         try:
             if self.started.is_set():
                 self._scheduler.abort_all()
-                for schedule, step in self._in_flight:
-                    step.cancel()
-                    step.draw()
-                    self._scheduler.update(schedule, step.result().token_ids)
+                self._end_launched()
                 self._final_stats = self._snapshot()
         except Exception:
             if cause is None:  # the books of an engine that died may be in disorder
@@ -973,6 +979,13 @@ class Engine:
             traceback.clear_frames(cause.__traceback__)
         self.started.set()
         self.stopped.set()
+
+    def _end_launched(self) -> None:
+        """Of a stopping engine: the launched steps' blocks and memory come back."""
+        for schedule, step in self._in_flight:
+            step.cancel()
+            step.draw()
+            self._scheduler.update(schedule, step.result().token_ids)
 
 
 def _stats_of(seq: Sequence) -> SequenceStats:

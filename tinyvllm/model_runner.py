@@ -60,6 +60,9 @@ _MAX_GRAPHS = 64
 # What captured graphs, the kernels' workspaces and the driver take of a GPU beside the arena.
 _GRAPH_BYTES = 384 << 20
 
+# What the attention kernels for a GPU are compiled for.
+_GPU_HEAD_DIMS = (64, 128)
+
 # max_num_seqs and max_num_batched_tokens where the user names none: a step that takes a CPU a tenth
 # of a second, and one that fills a GPU.
 DEFAULT_SIZES = {"cpu": (64, 256), "cuda": (256, 8192)}
@@ -78,7 +81,7 @@ class StepOutput:
     logprobs: dict[int, Logprobs]
     """seq_id -> (log-probability of its token, {id: log-probability} of the k most likely)."""
     ops_seconds: float
-    """Time inside ops."""
+    """Time inside ops; see `ModelRunner.time_steps`."""
     idle_seconds: float
     """Time before it, since the end of the last step's ops, in which no ops ran."""
     prompt_logprobs: Seq[PromptLogprobs] = ()
@@ -241,6 +244,14 @@ class ModelRunner:
         self.model_config: ModelConfig = load_config(model_dir)
         self.device = _resolve_device(config.device)
         if self.device.type == "cuda":
+            head_dim = self.model_config.head_dim
+            if config.ops == "native" and head_dim not in _GPU_HEAD_DIMS:
+                raise NotSupportedError(
+                    f"{model_dir}: head_dim {head_dim} has no kernels for a GPU, which know "
+                    f'{" and ".join(map(str, _GPU_HEAD_DIMS))}; use device="cpu" or '
+                    'ops="reference"',
+                    param="device",
+                )
             torch.cuda.set_device(self.device)  # of this thread
         defaults = DEFAULT_SIZES[self.device.type]
         self.max_num_seqs = config.max_num_seqs or min(
@@ -288,6 +299,12 @@ class ModelRunner:
         self._draw_graphs: OrderedDict[Hashable, Graph] = OrderedDict()
         self._slot_logits: SlotLogits | None = None
         self._ops_ended = perf_counter()  # of eager steps
+
+    def time_steps(self, wanted: bool) -> None:
+        """Whether `StepOutput` says how long steps take on a GPU, else 0; on a CPU it always does.
+        Any thread may call it."""
+        if self._cuda is not None:
+            self._cuda.is_timed = wanted
 
     def launch(self, batch: Batch) -> Step:
         """Start one step, behind those that run already. What is not run as graphs is run to its
@@ -363,6 +380,8 @@ class ModelRunner:
         self._draw_graphs.clear()
         del self.model, self.kv_cache, self._buffers, self._cuda, self._slot_logits
         if self.device.type == "cuda":
+            if not self.ops.supports_graphs:  # torch's: cuBLAS keeps a workspace for each stream
+                torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def _run_eagerly(self, batch: Batch) -> StepOutput:

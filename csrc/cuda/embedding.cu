@@ -19,8 +19,10 @@ struct Params {
 
 template <int kVec>
 __global__ void embedding_kernel(const __grid_constant__ Params p) {
-  let_next_kernel_start();
+  // In this order: a chain of early starts must not reach back over the op that writes positions,
+  // lengths and tables, which rotary_embedding_store_kv and paged_attention read before they wait.
   wait_for_previous_kernels();
+  let_next_kernel_start();
   const int64_t to = blockIdx.x, from = p.input_ids[to];
   __nv_bfloat16* out = p.out + to * p.out_stride;
   if (from >= 0 && from < p.num_rows) {
@@ -43,10 +45,8 @@ void embedding(const Tensor& out, const Tensor& input_ids, const Tensor& weight,
                  out.shape[1]};
   const bool vec = vectorizable(p.hidden_size, {&out, &weight});
   const auto kernel = vec ? embedding_kernel<8> : embedding_kernel<1>;
-  // Not early: a chain of early starts must not reach back over the op that writes positions,
-  // lengths and tables, which rotary_embedding_store_kv and paged_attention read before they wait.
   launch_early("embedding", kernel, dim3(static_cast<unsigned>(out.shape[0])),
-               threads_for(p.hidden_size, vec ? 8 : 1), 0, stream, p, /*may_start_early=*/false);
+               threads_for(p.hidden_size, vec ? 8 : 1), 0, stream, p);
 }
 
 }  // namespace tinyvllm::cuda

@@ -14,12 +14,10 @@ namespace tinyvllm::cuda {
 // Launches `kernel`, which takes one params struct and calls wait_for_previous_kernels before it
 // touches what kernels before it write (async_copy.cuh): from sm_90 on its blocks may be placed as
 // soon as those of the kernel before it have called let_next_kernel_start.
-// With `may_start_early` false it begins when the kernels before it have ended, as without all
-// this. Asks for the largest shared memory, since kernels that divide L1 differently share no SM.
+// Asks for the largest shared memory, since kernels that divide L1 differently share no SM.
 template <typename Params>
 void launch_early(const char* op, void (*kernel)(Params), dim3 grid, int threads,
-                  size_t shared_bytes, Stream stream, const Params& params,
-                  bool may_start_early = true) {
+                  size_t shared_bytes, Stream stream, const Params& params) {
   const auto check = [op](cudaError_t error) {
     if (error == cudaSuccess) return;
     throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(error));
@@ -37,7 +35,7 @@ void launch_early(const char* op, void (*kernel)(Params), dim3 grid, int threads
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = may_start_early && can_launch_early() ? 1 : 0;
+  config.numAttrs = can_launch_early() ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, params));
   check_launch(op);
 }

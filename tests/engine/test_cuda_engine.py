@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.tiny_models import make_tiny_model
+from support.tiny_models import ARCHITECTURES, make_tiny_model
 
 from tinyvllm import _C, LLM, AsyncEngine, ConfigError, NotSupportedError, SamplingParams
 
@@ -82,13 +82,19 @@ def check_greedy(model_dir: Path, outputs: list[RequestOutput]) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
         return model.to("cuda").eval()
 
+    def last_logits(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """In chunks: in float32 the scores of all heads lie in memory."""
+        cache = transformers.DynamicCache()
+        with torch.inference_mode():
+            for chunk in ids[:, :-count].split(512, dim=1):
+                model(chunk, past_key_values=cache, logits_to_keep=1)
+            return model(ids[:, -count:], past_key_values=cache).logits[0].float()
+
     exact, rounded = load(torch.float32), load(torch.bfloat16)
     for output in outputs:
         count = len(output.token_ids)
         ids = torch.tensor([output.prompt_token_ids + output.token_ids[:-1]], device="cuda")
-        with torch.inference_mode():
-            want = exact(ids, logits_to_keep=count).logits[0].float()
-            low = rounded(ids, logits_to_keep=count).logits[0].float()
+        want, low = last_logits(exact, ids, count), last_logits(rounded, ids, count)
         errors.append((low - want).abs().max().item())
         drawn = torch.tensor(output.token_ids, device="cuda")
         lead = want.max(dim=-1).values - want.gather(1, drawn[:, None])[:, 0]
@@ -123,23 +129,36 @@ def test_how_many_outputs_change_with_their_company(llama_1b_dir: Path) -> None:
     """With at most 16 tokens a step one kernel runs every linear, and no bit may change. Larger
     steps take the tiled kernel, which sums in another order: counted, and excused as ties only."""
     prompts = random_prompts(200, 5, 60, vocab=128000)
-    small = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    small = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "num_blocks": 2000}
     with LLM(llama_1b_dir, device="cuda", enable_prefix_caching=False, **small) as llm:
         alone = [llm.generate(prompt, greedy(16))[0].token_ids for prompt in prompts[:40]]
         crowd = [output.token_ids for output in llm.generate(prompts, greedy(16))]
     assert crowd[:40] == alone
-    with LLM(llama_1b_dir, device="cuda", enable_prefix_caching=False) as llm:
+    with LLM(llama_1b_dir, device="cuda", enable_prefix_caching=False, num_blocks=2000) as llm:
         large = llm.generate(prompts, greedy(16))
     changed = sum(a != b.token_ids for a, b in zip(crowd, large, strict=True))
     print(f"{changed} of 200 outputs change between steps of 16 and of up to 8192 tokens (linear)")
     check_greedy(llama_1b_dir, large[:50])
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture(tmp_path: Path, name: str) -> None:
+    architecture, overrides = ARCHITECTURES[name]
+    model_dir = make_tiny_model(tmp_path / name, architecture, **overrides)
+    if overrides.get("head_dim", 64) not in (64, 128):
+        with pytest.raises(NotSupportedError, match="head_dim 32"):
+            LLM(model_dir, device="cuda")
+        return
+    with LLM(model_dir, device="cuda", num_blocks=500) as llm:
+        outputs = llm.generate(random_prompts(20, 1, 90), greedy(24))
+    check_greedy(model_dir, outputs)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_tokens", [16_384, 131_000])
 def test_long_contexts(long_dir: Path, num_tokens: int) -> None:
     prompt = random_prompts(1, num_tokens, num_tokens)[0]
-    with LLM(long_dir, device="cuda", max_num_seqs=8) as llm:
+    with LLM(long_dir, device="cuda", max_num_seqs=8, num_blocks=9000) as llm:
         manager = llm._engine._engine._scheduler.block_manager  # type: ignore[union-attr]
         random.Random(1).shuffle(manager._free)
         outputs = llm.generate([prompt], greedy(4))
@@ -148,7 +167,7 @@ def test_long_contexts(long_dir: Path, num_tokens: int) -> None:
 
 def test_512_sequences_at_once(tiny_model_dir: Path) -> None:
     prompts = random_prompts(512, 1, 90)
-    with LLM(tiny_model_dir, device="cuda", max_num_seqs=512) as llm:
+    with LLM(tiny_model_dir, device="cuda", max_num_seqs=512, num_blocks=5000) as llm:
         outputs = llm.generate(prompts, greedy(40))
         stats = llm._engine.stats()
     assert [len(output.token_ids) for output in outputs] == [40] * 512
@@ -166,7 +185,7 @@ async def test_ten_thousand_steps_under_pressure(tiny_model_dir: Path) -> None:
     rng = random.Random(2)
     small = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "device": "cuda"}
     prompts = random_prompts(60, 1, 120)
-    with LLM(tiny_model_dir, **small) as llm:
+    with LLM(tiny_model_dir, num_blocks=1000, **small) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, greedy(60))]
     async with AsyncEngine(tiny_model_dir, num_blocks=40, **small) as engine:
 

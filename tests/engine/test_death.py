@@ -4,6 +4,7 @@ left that keeps the next engine from starting."""
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -55,7 +56,8 @@ def arm(core: Engine, point: str, monkeypatch: pytest.MonkeyPatch) -> Bomb:
         class Failing:
             def __init__(self, step: Any) -> None:
                 self.cancel, self.draw, self.result = step.cancel, step.draw, step.result
-                setattr(self, point, lambda: bomb(step))
+                # Not a lambda: a traceback's frame keeps its function's closure, cleared or not.
+                setattr(self, point, partial(bomb, step))
 
         core._runner.launch = lambda batch: Failing(launch(batch))  # type: ignore[assignment, method-assign, return-value]
         return bomb

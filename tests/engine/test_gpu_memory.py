@@ -1,4 +1,5 @@
-"""A GPU with too little memory: a named error that says what was asked for and what to change."""
+"""A GPU that is too small, or a model that it has no kernels for: a named error that says what was
+asked for and what to change."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.tiny_models import make_tiny_model
 
 from tinyvllm import EngineConfig
-from tinyvllm.errors import ConfigError
+from tinyvllm.errors import ConfigError, NotSupportedError
 from tinyvllm.loader import load_config
 from tinyvllm.model_runner import ModelRunner
 from tinyvllm.models import BufferPlan
@@ -57,3 +59,16 @@ def test_what_cannot_be_counted_before(
     assert isinstance(info.value.__cause__, torch.OutOfMemoryError)
     with pytest.raises(RuntimeError, match="illegal"), runner._named_out_of_memory():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_heads_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before any weight is read, not by an op in the middle of the start."""
+    model_dir = make_tiny_model(tmp_path / "m", head_dim=96)
+    for path in model_dir.glob("*.safetensors"):
+        path.unlink()
+    monkeypatch.setattr(
+        "tinyvllm.model_runner._resolve_device", lambda device: torch.device("cuda", 0)
+    )
+    with pytest.raises(NotSupportedError, match=r"head_dim 96 .* know 64 and 128; use ") as info:
+        ModelRunner(model_dir, EngineConfig())
+    assert info.value.param == "device" and str(model_dir) in str(info.value)

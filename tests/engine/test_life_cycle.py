@@ -132,7 +132,7 @@ async def test_close_while_streaming(make_engine: MakeEngine, prompts: Any) -> N
         (".", {}, ModelError),
         (None, {"max_model_len": 100_000}, ConfigError),
         (None, {"num_blocks": 10**9}, ConfigError),
-        (None, {"device": "cuda"}, NotSupportedError),
+        (None, {"device": "cuda:99"}, NotSupportedError),
     ],
 )
 async def test_a_failed_start_leaves_nothing(

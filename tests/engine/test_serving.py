@@ -358,6 +358,7 @@ async def test_sequences_and_blocks_in_stats_and_health(
             streams = [engine.generate(prompts[i], ENDLESS, request_id=f"r{i}") for i in (2, 20, 3)]
             gate.allow(2)
             await anext(streams[0])
+            await anext(streams[0])  # the second step's: its blocks are cached by now
             gate.wait_reached()
             stats, health = engine.stats(), engine.health()
             gate.allow(50)

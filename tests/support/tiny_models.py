@@ -20,6 +20,46 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# 3 kv heads in groups of 3; heads of 64 and 128; odd vocabularies; every branch of the forward.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-untied": ("LlamaForCausalLM", {"tie_word_embeddings": False, "vocab_size": 503}),
+    "llama-odd": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 117,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "intermediate_size": 203,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "llama-biased": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope-llama3": ("LlamaForCausalLM", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
+    "llama-rope-linear": ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama-mha": ("LlamaForCausalLM", {"num_key_value_heads": 4, "head_dim": 32}),
+    "mistral": ("MistralForCausalLM", {"head_dim": 128, "num_attention_heads": 2}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 13}),
+    "qwen2": ("Qwen2ForCausalLM", {"head_dim": 32}),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 0,
+        },
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 128}),
+    "qwen3-untied": ("Qwen3ForCausalLM", {"tie_word_embeddings": False, "rope_theta": 1e6}),
+}
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS_TOKEN_ID = 2
 CHAT_TEMPLATE = (

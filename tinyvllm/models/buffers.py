@@ -134,7 +134,8 @@ class ForwardBuffers:
     ) -> ForwardBuffers:
         """One arena for steps of up to `num_tokens` tokens and `num_logits` rows of logits."""
         plan = BufferPlan.make(config, num_tokens, num_logits, dtype)
-        arena = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        # Zeros: rows that only pad a step are computed too.
+        arena = torch.zeros(plan.num_bytes, dtype=torch.uint8, device=device)
         flat = {
             buffer.name: arena[buffer.offset : buffer.offset + buffer.num_bytes]
             .view(buffer.dtype)
