@@ -92,11 +92,12 @@ std::vector<int32_t> TokenMailbox::wait(uint32_t step, int64_t count, Stream str
   for (int64_t i = 0; i < count || i == 0; ++i) {
     while (!is_there(i)) {
       pause();
-      if (++num_looks % 256 != 0 || Clock::now() < look_at) continue;
+      if (++num_looks % 256 != 0) continue;
+      std::this_thread::yield();  // the readers' loop may have no core but this one
+      if (Clock::now() < look_at) continue;
       // A kernel that fails publishes nothing.
       const cudaError_t state = cudaStreamQuery(stream);
       if (state == cudaErrorNotReady) {
-        std::this_thread::yield();
         look_at = Clock::now() + kPatience;
         continue;
       }

@@ -5,7 +5,11 @@ The rest of tests/engine runs on the GPU too where there is one: it is the defau
 
 from __future__ import annotations
 
+import json
 import random
+import threading
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -208,6 +212,58 @@ async def test_ten_thousand_steps_under_pressure(tiny_model_dir: Path) -> None:
         print(f"{stats.num_steps} steps, {stats.num_preemptions} preemptions")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_gpus_at_once(tiny_model_dir: Path) -> None:
+    """Engines side by side in one process, each with its memory on its own GPU."""
+    prompts = random_prompts(20, 1, 90)
+    sizes = {"num_blocks": 500, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    before = [torch.cuda.memory_allocated(i) for i in range(2)]
+    with LLM(tiny_model_dir, device="cuda:1", **sizes) as second:
+        assert torch.cuda.memory_allocated(0) == before[0]
+        assert torch.cuda.memory_allocated(1) > before[1]
+        with LLM(tiny_model_dir, device="cuda:0", **sizes) as first:
+            found: dict[str, list[list[int]]] = {}
+
+            def generate(name: str, llm: LLM) -> None:
+                outputs = llm.generate(prompts, greedy(60))
+                found[name] = [output.token_ids for output in outputs]
+
+            threads = [
+                threading.Thread(target=generate, args=each)
+                for each in (("first", first), ("second", second))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert found["first"] == found["second"]
+    assert [torch.cuda.memory_allocated(i) for i in range(2)] == before
+
+
+@pytest.mark.parametrize("num_streams", [1, 8])
+def test_json_beside_plain_requests_on_the_real_model(smollm2_dir: Path, num_streams: int) -> None:
+    """A step's mask is made while its forward pass runs; the others get what they get alone."""
+    json_schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    texts = [f"{i}. The capital of France is" for i in range(num_streams)]
+    structured = SamplingParams(temperature=0.0, max_tokens=120, json_schema=json_schema)
+    params = [greedy(100)] * num_streams
+    small = {"num_blocks": 500, "max_num_seqs": 16, "max_num_batched_tokens": 16}
+    with LLM(smollm2_dir, device="cuda", **small) as llm:
+        alone = [output.token_ids for output in llm.generate(texts, params)]
+        begin = time.perf_counter()
+        *plain, answer = llm.generate([*texts, "A person as JSON: "], [*params, structured])
+        seconds = time.perf_counter() - begin
+    assert [output.token_ids for output in plain] == alone
+    assert answer.finish_reason == "stop" and set(json.loads(answer.text)) == {"name", "age"}
+    num_tokens = sum(len(output.token_ids) for output in (*plain, answer))
+    print(f"{num_streams} streams and one of JSON: {num_tokens / seconds:,.0f} tok/s")
+
+
 def test_a_gpu_that_is_not_there(tiny_model_dir: Path) -> None:
     with pytest.raises(NotSupportedError, match=r"cuda:99.* usable GPUs are here"):
         LLM(tiny_model_dir, device="cuda:99")
@@ -216,6 +272,31 @@ def test_a_gpu_that_is_not_there(tiny_model_dir: Path) -> None:
 def test_a_pool_that_does_not_fit(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_blocks .* needs .* GiB are free"):
         LLM(tiny_model_dir, device="cuda", num_blocks=10**9)
+
+
+def test_a_steady_engine_allocates_nothing(tiny_model_dir: Path) -> None:
+    """Prompts, decode, new blocks, preemptions, draws of every plain kind: no allocation, not even
+    from torch's own pool. Special rows get their state at the first request that asks for it."""
+    prompts = random_prompts(40, 1, 90)
+    drawn = [
+        SamplingParams(temperature=0.8, top_k=20 * (i % 2), seed=i, max_tokens=40, ignore_eos=True)
+        for i in range(40)
+    ]
+    special = [
+        replace(params, presence_penalty=0.5, logprobs=3, logit_bias={5: 1.0}) for params in drawn
+    ]
+
+    def num_allocations() -> int:
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    sizes = {"num_blocks": 60, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    with LLM(tiny_model_dir, device="cuda", **sizes) as llm:
+        for kind in (drawn, special):
+            llm.generate(prompts, kind)
+            before = num_allocations()
+            llm.generate(prompts, kind)
+            assert num_allocations() == before
+        assert llm._engine.stats().num_preemptions > 0
 
 
 def test_every_byte_comes_back(tiny_model_dir: Path) -> None:
