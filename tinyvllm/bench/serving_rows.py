@@ -60,7 +60,7 @@ SHARED: dict[Size, Shared] = {
 def mixed_rows(
     model_dir: Path, device: str, num_threads: int, budget: int, size: Size, rounds: int
 ) -> list[Row]:
-    """Gaps between the streams' tokens alone and beside prompts, and what the last chunk takes alone.
+    """Gaps between the streams' tokens alone and beside prompts, and the last chunk alone.
 
     `budget`: tokens of a step, so of a chunk.
     """
