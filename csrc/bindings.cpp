@@ -822,47 +822,37 @@ int64_t release_workspace([[maybe_unused]] int device_id) {
 }
 
 #ifdef TINYVLLM_WITH_CUDA
-// cuda::TokenMailbox of one device, whose streams it works on.
-class TokenMailbox {
- public:
-  TokenMailbox(int device_id, int64_t max_rows, int num_stages) : device_id_(device_id) {
-    if (max_rows < 1 || num_stages < 1) {
-      throw py::value_error("TokenMailbox: max_rows and num_stages: expected 1 or more");
-    }
-    const GilReleased released;
-    const cuda::DeviceGuard guard(device_id);
-    mailbox_.emplace(max_rows, num_stages);
+// The words of token_mailbox.h: they lie on the host, so they have an OpCall of their own.
+Tensor mailbox_words(const char* name, TensorArg words, int64_t num_tokens) {
+  OpCall op(name);
+  Dim rows("rows"), columns("max_tokens");
+  const Tensor w = op.tensor("words", words, {kI64}, {&rows, &columns}, Layout::kContiguous);
+  if (w.device != DeviceType::kCpu) op.fail("words", "a tensor on cpu", device_name(w));
+  if (rows.size < 1 || (rows.size & (rows.size - 1)) != 0) {
+    op.fail("words", "a power of two of rows", shape_text(w));
   }
-
-  void publish(TensorArg token_ids) {
-    OpCall op("publish");
-    Dim R("R");
-    const Tensor t = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
-    if (t.device != DeviceType::kCuda || t.device_id != device_id_) {
-      op.fail("token_ids", "a tensor on cuda:" + std::to_string(device_id_), device_name(t));
-    }
-    check_count("token_ids", R.size);
-    op.run([] {}, [&](cuda::Stream stream) { mailbox_->publish(t, stream); });
+  if (num_tokens < 0 || num_tokens > columns.size || columns.size < 1) {
+    op.fail("words", "room for " + std::to_string(num_tokens) + " tokens", shape_text(w));
   }
+  return w;
+}
 
-  std::vector<int32_t> wait(uint32_t step, int64_t count, intptr_t stream) {
-    check_count("count", count);
-    const GilReleased released;
-    const cuda::DeviceGuard guard(device_id_);
-    return mailbox_->wait(step, count, reinterpret_cast<cuda::Stream>(stream));
-  }
+void publish_tokens(TensorArg words, TensorArg num_steps, TensorArg token_ids, bool after_copies) {
+  OpCall op("publish_tokens");
+  Dim one(1), R("R");
+  const Tensor t = op.tensor("token_ids", token_ids, {kI32}, {&R}, Layout::kContiguous);
+  const Tensor n = op.tensor("num_steps", num_steps, {kI32}, {&one}, Layout::kContiguous);
+  if (t.device != DeviceType::kCuda) op.fail("token_ids", "a tensor on cuda", device_name(t));
+  const Tensor w = mailbox_words("publish_tokens", words, R.size);
+  op.run([] {}, [=](cuda::Stream stream) { cuda::publish_tokens(w, n, t, after_copies, stream); });
+}
 
- private:
-  void check_count(const char* arg, int64_t count) const {
-    if (count >= 0 && count <= mailbox_->max_rows()) return;
-    throw py::value_error(std::string("TokenMailbox: ") + arg + ": expected at most " +
-                          std::to_string(mailbox_->max_rows()) + " tokens, got " +
-                          std::to_string(count));
-  }
-
-  int device_id_;
-  std::optional<cuda::TokenMailbox> mailbox_;
-};
+std::vector<int32_t> wait_for_tokens(TensorArg words, uint32_t step, int64_t count,
+                                     intptr_t stream) {
+  const Tensor w = mailbox_words("wait_for_tokens", words, count);
+  const GilReleased released;
+  return cuda::wait_for_tokens(w, step, count, reinterpret_cast<cuda::Stream>(stream));
+}
 #endif
 
 int num_cuda_devices() {
@@ -963,11 +953,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("num_threads", &cpu::num_threads);
   m.def("set_num_threads", &set_num_threads, py::arg("n"));
 #ifdef TINYVLLM_WITH_CUDA
-  py::class_<TokenMailbox>(m, "TokenMailbox", "A GPU's drawn tokens on their way to the host.")
-      .def(py::init<int, int64_t, int>(), py::arg("device_id"), py::arg("max_rows"),
-           py::arg("num_stages"))
-      .def("publish", &TokenMailbox::publish, py::arg("token_ids"))
-      .def("wait", &TokenMailbox::wait, py::arg("step"), py::arg("count"), py::arg("stream"));
+  m.def("publish_tokens", &publish_tokens, py::arg("words"), py::arg("num_steps"),
+        py::arg("token_ids"), py::arg("after_copies"));
+  m.def("wait_for_tokens", &wait_for_tokens, py::arg("words"), py::arg("step"), py::arg("count"),
+        py::arg("stream"));
   m.attr("has_cuda") = true;
 #else
   m.attr("has_cuda") = false;

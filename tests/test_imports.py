@@ -35,14 +35,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("ops", "errors", "config"),
     "checkpoint": ("errors",),
     "staging": ("errors", "checkpoint"),
-    "loader": ("errors", "config", "ops", "models", "checkpoint", "staging"),
+    "gpu_memory": (),
+    "loader": ("errors", "config", "ops", "models", "checkpoint", "staging", "gpu_memory"),
     "convert": ("errors", "config", "models", "checkpoint", "loader", "progress"),
     "hub": ("errors", "convert", "progress"),
-    "cuda_steps": ("_C", "batch"),
+    "cuda_steps": ("_C", "batch", "gpu_memory"),
     "slot_logits": ("ops", "batch", "sequence"),
     "model_runner": (
         *("errors", "config", "_C", "ops", "models", "loader", "batch", "cuda_steps"),
-        *("slot_logits", "sequence"),
+        *("slot_logits", "sequence", "gpu_memory"),
     ),
     # Where the columns meet.
     "batch": (*HOST, "models"),

@@ -158,18 +158,20 @@ class Stream:
     def launch(self, graph: Graph, result: Tensor) -> Launch:
         """Queue `graph`; `result` [n] int32 is copied when its last op has ended."""
 
-class TokenMailbox:
-    """A GPU's drawn tokens on their way to the host. Only in a build with CUDA."""
+def publish_tokens(words: Tensor, num_steps: Tensor, token_ids: Tensor, after_copies: bool) -> None:
+    """End a step on the current stream, or in a graph: stores its tokens into the host's memory and
+    counts it. Only in a build with CUDA.
 
-    def __init__(self, device_id: int, max_rows: int, num_stages: int) -> None: ...
-    def publish(self, token_ids: Tensor) -> None:
-        """End a step on the current stream (or in a graph): `token_ids` [R] int32 on the device,
-        R <= max_rows. Runs count from 1."""
+    `words` [rows, max_tokens] int64, pinned, rows a power of two; `num_steps` [1] int32 and
+    `token_ids` [R] int32 on the GPU, R <= max_tokens. `after_copies`: copies to the host that are
+    ahead on the stream can be read once the tokens can.
+    """
 
-    def wait(self, step: int, count: int, stream: int) -> list[int]:
-        """The first `count` tokens that the publish number `step` stored, once they are there. The
-        step `num_stages` later must not have been launched yet. RuntimeError if what was launched
-        on `stream` has failed."""
+def wait_for_tokens(words: Tensor, step: int, count: int, stream: int) -> list[int]:
+    """The first `count` tokens of a step, once they are there; steps are counted modulo 2^32. The
+    step that uses its row next must not have been launched yet. RuntimeError if what was launched
+    on `stream` has failed. Only in a build with CUDA.
+    """
 
 def isa() -> str:
     """The instruction set in use: "portable", "avx2", "avx512" or "avx512_bf16"."""

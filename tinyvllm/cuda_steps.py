@@ -18,6 +18,7 @@ import torch
 
 from tinyvllm import _C
 from tinyvllm.batch import NUM_STAGES, BatchSize, StepRows
+from tinyvllm.gpu_memory import capture_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     Run = Callable[[StepRows, BatchSize, bool], None]
     Graphs = dict[tuple[BatchSize, bool], torch.cuda.CUDAGraph]
+
+# Rows of words for the ids of steps, used in turn: a power of two, and no fewer than NUM_STAGES.
+_NUM_ROWS = 4
 
 
 class CudaStep:
@@ -148,6 +152,8 @@ class CudaSteps:
         `run_forward` those up to the logits."""
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Weights and activations were written on the stream that was current until now.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         torch.cuda.set_stream(self._stream)
         self._device = device
         self._buckets = buckets
@@ -159,8 +165,10 @@ class CudaSteps:
             max_blocks=max_blocks,
             buckets=buckets,
         )
-        self._mailbox = _C.TokenMailbox(device.index, max_num_seqs, NUM_STAGES)
-        self._num_steps = 0
+        # csrc/cuda/token_mailbox.h
+        self._words = torch.zeros((_NUM_ROWS, max_num_seqs), dtype=torch.int64, pin_memory=True)
+        self._num_published = torch.zeros(1, dtype=torch.int32, device=device)
+        self._num_steps = 0  # modulo 2**32
         self.is_timed = False
         """Steps are launched between events, which cost a few microseconds each."""
         self._last_end: torch.cuda.Event | None = None
@@ -179,10 +187,11 @@ class CudaSteps:
         self._stream.synchronize()
         pool = torch.cuda.graph_pool_handle()
         gc.collect()  # a finalizer that frees device memory would spoil a capture
-        for i, key in enumerate(keys):
-            report(i / len(keys))
-            self._graphs[key] = self._capture(self._run, key, pool, ends_step=True)
-            self._forward_graphs[key] = self._capture(self._run_forward, key, pool)
+        with capture_lock:
+            for i, key in enumerate(keys):
+                report(i / len(keys))
+                self._graphs[key] = self._capture(self._run, key, pool, ends_step=True)
+                self._forward_graphs[key] = self._capture(self._run_forward, key, pool)
 
     def _capture(
         self, run: Run, key: tuple[BatchSize, bool], pool: Any, ends_step: bool = False
@@ -194,7 +203,7 @@ class CudaSteps:
         try:
             run(rows, size, is_pure_decode)
             if ends_step:
-                self._mailbox.publish(self.rows.drawn[: size.num_logits])
+                self._publish(self.rows.drawn[: size.num_logits])
         finally:
             graph.capture_end()
         return graph
@@ -203,7 +212,7 @@ class CudaSteps:
         """Start one step behind those that run already."""
         step = self._start(batch, self._graphs, self._run)
         if not self._graphs:
-            self._mailbox.publish(step.drawn)
+            self._publish(step.drawn)
         self._end(step)
         return step
 
@@ -220,12 +229,16 @@ class CudaSteps:
 
     def finish(self, step: CudaStep) -> None:
         """Behind its draw."""
-        self._mailbox.publish(step.drawn)
+        self._publish(step.drawn, after_copies=True)  # of log-probabilities
         self._end(step)
 
     def wait(self, step: CudaStep) -> list[int]:
-        """For the ids of a step. Those of the last NUM_STAGES steps are kept."""
-        return self._mailbox.wait(step.number, len(step.drawn), self._stream.cuda_stream)
+        """For the ids of a step. Those of the last steps are kept, of as many as there are rows."""
+        stream: int = self._stream.cuda_stream
+        return _C.wait_for_tokens(self._words, step.number, len(step.drawn), stream)
+
+    def _publish(self, token_ids: torch.Tensor, after_copies: bool = False) -> None:
+        _C.publish_tokens(self._words, self._num_published, token_ids, after_copies)
 
     def _start(self, batch: Batch, graphs: Graphs, run: Run) -> CudaStep:
         step = CudaStep(self, self.rows.drawn[: batch.num_logits])
@@ -239,7 +252,7 @@ class CudaSteps:
         return step
 
     def _end(self, step: CudaStep) -> None:
-        self._num_steps += 1
+        self._num_steps = (self._num_steps + 1) % 2**32
         step.number = self._num_steps
         step.end = self._last_end = self._event()
 
@@ -252,9 +265,10 @@ class CudaSteps:
 
     def close(self) -> None:
         """Wait for what was launched and give every byte back."""
-        self._stream.synchronize()
-        self._graphs.clear()
-        self._forward_graphs.clear()
-        del self._mailbox
-        _C.release_workspace(self._device.index)
-        torch.cuda.set_stream(torch.cuda.default_stream(self._device))
+        try:
+            self._stream.synchronize()
+        finally:  # also of a device that has failed
+            self._graphs.clear()
+            self._forward_graphs.clear()
+            torch.cuda.set_stream(torch.cuda.default_stream(self._device))
+            _C.release_workspace(self._device.index)

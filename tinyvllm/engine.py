@@ -395,7 +395,9 @@ class Engine:
     @step_timings.setter
     def step_timings(self, timings: StepTimings | None) -> None:
         self._step_timings = timings
-        self._runner.time_steps(timings is not None)
+        runner = getattr(self, "_runner", None)  # None: stopped meanwhile
+        if runner is not None:
+            runner.time_steps(timings is not None)
 
     def enable_metrics(self) -> Recorder:
         """Record from now on, if not yet."""
@@ -957,6 +959,14 @@ class Engine:
             if state is not None:
                 self._fail(state)
         try:
+            self._release(cause)
+        finally:
+            self.started.set()
+            self.stopped.set()
+
+    def _release(self, cause: BaseException | None) -> None:
+        """Of a stopping engine: blocks, memory, threads. A device that failed refuses even that."""
+        try:
             if self.started.is_set():
                 self._scheduler.abort_all()
                 self._end_launched()
@@ -969,16 +979,17 @@ class Engine:
         self._in_flight.clear()
         self._followed.clear()
         self._undelivered = None
-        if hasattr(self, "_runner"):
-            self._runner.close()
+        try:
+            if hasattr(self, "_runner"):
+                self._runner.close()
+        except Exception:
+            logger.exception("releasing the model")
         for name in ("_runner", "_scheduler", "_builder", "_grammars"):
             if hasattr(self, name):  # not when loading failed
                 delattr(self, name)
         if cause is not None:
             # Its traceback's frames would keep weights alive for as long as somebody has it.
             traceback.clear_frames(cause.__traceback__)
-        self.started.set()
-        self.stopped.set()
 
     def _end_launched(self) -> None:
         """Of a stopping engine: the launched steps' blocks and memory come back."""

@@ -18,6 +18,7 @@ import torch
 from tinyvllm.checkpoint import TensorEntry, open_checkpoint, read_json_object
 from tinyvllm.config import ModelConfig, RopeConfig
 from tinyvllm.errors import CheckpointError, ModelConfigError, ModelError, NotSupportedError
+from tinyvllm.gpu_memory import release_unused
 from tinyvllm.models import LayerWeights, ModelWeights, Transformer, rope_cos_sin
 from tinyvllm.staging import Staging
 
@@ -321,7 +322,7 @@ def _load_to_gpu(
             f"{major}.{minor} (8.0 or newer is needed): {advice}",
             param="device",
         ) from exc.with_traceback(None)
-    torch.cuda.empty_cache()  # what was there before packing: the pool is sized by what is free
+    release_unused()  # what was there before packing: the pool is sized by what is free
     seconds = perf_counter() - start
     logger.info(
         "%s of weights on %s in %.2f s (%.1f GB/s)",

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -34,6 +34,7 @@ import torch
 
 from tinyvllm.batch import Buckets
 from tinyvllm.errors import ConfigError, NotSupportedError
+from tinyvllm.gpu_memory import release_unused
 from tinyvllm.loader import load_config, load_model
 from tinyvllm.models import BufferPlan, ForwardBuffers, KVCache
 from tinyvllm.ops import get_ops
@@ -374,15 +375,18 @@ class ModelRunner:
     def close(self) -> None:
         """Release weights, KV pool, activations and graphs. The runner is unusable afterwards."""
         self._stream = None  # ends when what was launched has
-        if self._cuda is not None:
-            self._cuda.close()
-        self._graphs.clear()
-        self._draw_graphs.clear()
-        del self.model, self.kv_cache, self._buffers, self._cuda, self._slot_logits
+        try:
+            if self._cuda is not None:
+                self._cuda.close()
+        finally:
+            self._graphs.clear()
+            self._draw_graphs.clear()
+            del self.model, self.kv_cache, self._buffers, self._cuda, self._slot_logits
         if self.device.type == "cuda":
-            if not self.ops.supports_graphs:  # torch's: cuBLAS keeps a workspace for each stream
+            if not self.ops.supports_graphs:
+                # Torch's own: cuBLAS keeps a workspace for each stream, all of the process here.
                 torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+            release_unused()
 
     def _run_eagerly(self, batch: Batch) -> StepOutput:
         rows = batch.rows
@@ -526,9 +530,15 @@ class ModelRunner:
             run_forward=self._run_forward,
         )
         if use_graphs:
-            steps.capture_all(
-                lambda done: progress("capturing graphs", done) if progress is not None else None
-            )
+            try:
+                steps.capture_all(
+                    lambda done: progress("capturing graphs", done) if progress else None
+                )
+            except BaseException:
+                self._cuda = None  # which holds this runner, and so the weights
+                with suppress(RuntimeError):  # what came first says more
+                    steps.close()
+                raise
         return steps
 
     def _allocate_buffers(self) -> ForwardBuffers:

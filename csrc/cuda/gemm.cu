@@ -13,11 +13,18 @@
 //       ^                             | free again
 //       '-----------------------------'
 //
-// Two ways of sharing the work, Mode:
+// Ways of sharing the work, Mode:
 //
-//     kAlone  as many blocks as find room, each takes one tile after the other
-//     kPair   for few tokens, which make few tiles: the two blocks of a cluster make one tile, each
-//             half of K, and send each other the sums of the rows that the other finishes
+//     kAlone        as many blocks as find room, each takes one tile after the other
+//     kPair         for few tokens, which make few tiles: the two blocks of a cluster make one
+//                   tile, each half of K, and send each other the sums that the other finishes
+//     kShareWeight  the two blocks of a cluster make tiles of the same weight rows and of
+//                   neighbouring tokens, and each copies half of the weight to both
+//     kShareTokens  the other way round: the same tokens, neighbouring weight rows
+//
+// But for kPair, a tile of bf16 leaves through shared memory, from where the copy engine stores it
+// while the next one is multiplied; what kAdd adds to comes through the ring, behind the last step
+// of K.
 //
 // A kernel of 64 pairs leaves half of the multiprocessors to the next one, which fills its rings
 // there: 64 of them draw as much from memory, and nearly as much from L2, as all do (NOTES.md).
@@ -49,20 +56,23 @@ constexpr int kTileK = 32;
 constexpr int kTileBytes = kStripRows * kTileK * 2;
 constexpr int kStepK = 64;  // 128 bytes of a token, two tiles of a strip
 constexpr int kStepTiles = kStepK / kTileK;
-constexpr int kMaxGroups = 2;         // ranges of K
-constexpr int kMaxThreads = 3 * 128;  // so that a thread may begin with 168 registers
+constexpr int kMaxGroups = 2;  // ranges of K
 
-enum class Mode { kAlone, kPair };
+enum class Mode { kAlone, kPair, kShareWeight, kShareTokens };
 
 struct KernelParams {
-  CUtensorMap x_map;  // [t][k], boxes of x_rows x 64, 128-byte swizzle
-  CUtensorMap w_map;  // [tiles][strips][1 KiB], boxes of whole tiles
+  // [t][k], boxes of 64 inputs, 128-byte swizzle: of all tokens of a tile (kShareTokens: of half of
+  // them), and of those that the last tile has. Boxes that reach beyond x are slow.
+  CUtensorMap x_map, x_tail_map;
+  CUtensorMap out_map;  // [t][n], boxes of 64 x 64, 128-byte swizzle
+  CUtensorMap w_map;    // [tiles][strips][1 KiB], boxes of whole tiles
   GemmParams gemm;
   int strips, tiles, steps, groups;
-  int token_tiles, row_tiles;
-  int x_rows;  // tokens of a box: kTokens, or all of fewer. Rows after that hold anything, and what
-               // becomes of them is not stored (boxes that reach beyond x are slow)
+  int token_tiles, row_tiles;  // of kShareWeight and kShareTokens: twos of them
+  int band;                    // token tiles that are made with the same weight rows
+  int x_rows, x_tail_rows;     // tokens of those boxes
   bool out_is_aligned, x_is_aligned;
+  bool copies_out;  // by the copy engine: aligned bf16. Else by the warps
 };
 
 // ---- Epilogue ---------------------------------------------------------------------------------
@@ -160,7 +170,13 @@ __device__ __forceinline__ void store_floats(const float* sums, const KernelPara
   }
 }
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;"
+      : "=f"(inverse)
+      : "f"(1.0f + exp2_approx(x * -1.4426950408889634f)));
+  return x * inverse;
+}
 
 // What kAdd adds to, for two neighbouring strips: loaded before the sums are there, and before any
 // store to out, which would hold up the loads that follow it.
@@ -168,10 +184,12 @@ using Residual = uint32_t[2][4];
 
 __device__ __forceinline__ void load_residual(Residual& residual, const KernelParams& p, int token,
                                               int strip, int c) {
-  if (p.gemm.epilogue != GemmEpilogue::kAdd) return;
+  const bool adds = p.gemm.epilogue == GemmEpilogue::kAdd;
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    load_columns(residual[s], p, token, (strip + s) * kStripRows, c);
+    // Set in any case: else their registers are taken from the start of the kernel on.
+    residual[s][0] = residual[s][1] = residual[s][2] = residual[s][3] = 0;
+    if (adds) load_columns(residual[s], p, token, (strip + s) * kStripRows, c);
   }
 }
 
@@ -260,17 +278,16 @@ __device__ __forceinline__ int first_step(const KernelParams& p, int group) {
   return static_cast<int>(static_cast<int64_t>(group) * p.steps / p.groups);
 }
 
-// Which tile is the i-th: bands of kBand token tiles, so that tiles made at the same time share
-// weight rows as well as tokens.
+// Which tile is the i-th: bands of token tiles, so that tiles made at the same time share weight
+// rows as well as tokens.
 struct TilePlace {
   int token_tile, row_tile;
 };
 
-__device__ __forceinline__ TilePlace tile_place(int i, int token_tiles, int row_tiles) {
-  constexpr int kBand = 16;
-  const int band = i / (kBand * row_tiles), in_band = i - band * kBand * row_tiles;
-  const int width = min(kBand, token_tiles - band * kBand);
-  return {band * kBand + in_band % width, in_band / width};
+__device__ __forceinline__ TilePlace tile_place(int i, const KernelParams& p) {
+  const int band = i / (p.band * p.row_tiles), in_band = i - band * p.band * p.row_tiles;
+  const int width = min(p.band, p.token_tiles - band * p.band);
+  return {band * p.band + in_band % width, in_band / width};
 }
 
 // ---- sm_90: tensor copies and wgmma -----------------------------------------------------------
@@ -281,22 +298,56 @@ __device__ __forceinline__ TilePlace tile_place(int i, int token_tiles, int row_
 #define TINYVLLM_WGMMA 0
 #endif
 
-template <int kTokens, int kRows, Mode kMode>
+// Threads of a block. For few tokens the compiler is told more than there are, so that all tiles of
+// up to 128 tokens begin with the same number of registers.
+constexpr int max_threads(int tokens) { return 128 * (std::max(tokens, 128) / 64 + 1); }
+
+constexpr int kBoxBytes = 64 * 128;  // of out: 64 tokens x 64 columns
+
+template <int kTokens_, int kRows_, Mode kMode_, int kGroups_>
 struct Tile {
+  static constexpr int kTokens = kTokens_, kRows = kRows_, kGroups = kGroups_;
+  static constexpr Mode kMode = kMode_;
+  static constexpr int kCluster = kMode == Mode::kAlone ? 1 : 2;
   static constexpr int kConsumers = kTokens / 64;  // warpgroups
   static constexpr int kXBytes = kTokens * kStepK * 2;
   static constexpr int kWBytes = kRows * kStepK * 2;
   static constexpr int kStageBytes = kXBytes + kWBytes;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kStages = 192 * 1024 / kStageBytes;
-  // The sums that come from the other block: half a tile.
-  static constexpr int kSumBytes = kMode == Mode::kPair ? kTokens * kRows * 4 / 2 : 0;
+  // Sums of the ranges of K before, beside those of this one: so many of a thread are in shared
+  // memory, where there are no registers for them.
+  static constexpr bool kHasTotals = kMode != Mode::kPair && kGroups == 2;
+  static constexpr int kSharedTotals = kHasTotals && kRows == 256 ? 80 : 0;
+  // Beside the ring: for kPair the sums that come from the other block, half a tile; else of each
+  // warpgroup those totals, and then what is copied out, kStaged columns at a time.
+  static constexpr int kStaged = kHasTotals ? kRows : kRows / 2;
+  static constexpr int kStagedBytes = std::max(kStaged / 64 * kBoxBytes, kSharedTotals * 128 * 4);
+  static constexpr int kSumBytes =
+      kMode == Mode::kPair ? kTokens * kRows * 4 / 2 : kConsumers * kStagedBytes;
+  static constexpr int kStages = std::min(200 * 1024, 227 * 1024 - 256 - kSumBytes) / kStageBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes + kSumBytes + 16 * kStages + 8;
-  // Sums of the groups of K before, beside those of this one: where there are registers for them.
-  static constexpr bool kHasTotals = kMode == Mode::kAlone && kRows == 128;
+  static_assert(kSharedBytes <= 227 * 1024);
 };
 
 #if TINYVLLM_WGMMA
+// What the kernel alone needs to know of its tile.
+template <int kTokens, int kRows, Mode kMode, int kGroups>
+struct KernelTile : Tile<kTokens, kRows, kMode, kGroups> {
+  static constexpr bool kShares = kMode == Mode::kShareWeight || kMode == Mode::kShareTokens;
+  // Of the registers that a thread has at the start (max_threads), producers give to consumers.
+  static constexpr int kProducerRegisters = kTokens <= 128 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kTokens <= 128 ? 240 : 160;
+};
+
+// What kAdd adds to, in boxes of 64 columns for each warpgroup: some of them in each of the slots
+// of the ring that they pass through.
+template <typename T>
+struct AddedBoxes {
+  static constexpr int kAll = T::kRows / 64;
+  static constexpr int kInSlot = T::kStageBytes / (T::kConsumers * kBoxBytes);
+  static constexpr int kSlots = (kAll + kInSlot - 1) / kInSlot;
+};
+
 // A matrix in shared memory for wgmma: rows of 64 or 128 swizzled bytes (layout 2 or 1), of which
 // eight take group_bytes. The low word counts 16 bytes, so 16 inputs further is 2 more.
 __device__ __forceinline__ uint32_t matrix_at(uint32_t address) { return address / 16 | 1u << 16; }
@@ -392,9 +443,81 @@ __device__ __forceinline__ void copy_w(uint32_t to, const CUtensorMap* map, int 
       : "memory");
 }
 
+// The same copies, to the same place in both blocks of the cluster, each counted in on its own
+// barrier.
+__device__ __forceinline__ void copy_x_to_both(uint32_t to, const CUtensorMap* map, int k,
+                                               int token, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(k), "r"(token), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_w_to_both(uint32_t to, const CUtensorMap* map, int strip,
+                                               int tile, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(0), "r"(strip), "r"(tile), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+// A box of out.
+__device__ __forceinline__ void copy_out(const CUtensorMap* map, int column, int token,
+                                         uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(column), "r"(token), "r"(from)
+      : "memory");
+}
+
+__device__ __forceinline__ void commit_copies_out() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until what this thread copied out has been read.
+__device__ __forceinline__ void wait_copies_out_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Until what this thread copied out has been written.
+__device__ __forceinline__ void wait_copies_out() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// What this thread wrote in shared memory is seen by the copy engine after the next barrier.
+__device__ __forceinline__ void fence_copies_out() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+}
+
+// Four 8x8 matrices, as load_matrices.
+__device__ __forceinline__ void store_matrices(uint32_t row_address, const uint32_t (&w)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+      : "memory");
+}
+
+// For barriers of either block, at addresses of in_block: says that products have been made, and
+// publishes nothing.
+__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // The first step of cluster_wait's barrier, after fence_barrier_init: publishes nothing else.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_floats_shared(uint32_t address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
 }
 
 __device__ __forceinline__ float4 load_floats(uint32_t address) {
@@ -404,6 +527,17 @@ __device__ __forceinline__ float4 load_floats(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+// Adds four floats of shared memory.
+__device__ __forceinline__ void add_floats(float* v, uint32_t address) {
+  asm volatile(
+      "{ .reg .f32 a, b, c, d;\n"
+      "ld.shared.v4.f32 {a, b, c, d}, [%4];\n"
+      "add.f32 %0, %0, a; add.f32 %1, %1, b; add.f32 %2, %2, c; add.f32 %3, %3, d; }"
+      : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+      : "r"(address)
+      : "memory");
 }
 
 // A position in the ring and the parity of its barriers' phase.
@@ -420,47 +554,194 @@ struct Slot {
   }
 };
 
-// The two threads that fill the ring, one with the weight and one with x: asking takes time.
-template <int kTokens, int kRows, Mode kMode>
+template <typename T>
+__device__ __forceinline__ int first_token(const TilePlace& tile, int rank) {
+  const bool neighbours = T::kMode == Mode::kShareWeight;
+  return (neighbours ? 2 * tile.token_tile + rank : tile.token_tile) * T::kTokens;
+}
+
+template <typename T>
+__device__ __forceinline__ int first_strip(const TilePlace& tile, int rank) {
+  const bool neighbours = T::kMode == Mode::kShareTokens;
+  return (neighbours ? 2 * tile.row_tile + rank : tile.row_tile) * (T::kRows / kStripRows);
+}
+
+// The two threads that fill the ring, one with the weight and one with x: asking takes time, so
+// what does not change from step to step stays out of the loops.
+template <typename T, bool kIsX>
 __device__ __forceinline__ void produce(const KernelParams& p, uint32_t ring, uint32_t full,
                                         uint32_t empty, int rank, int work, int works,
-                                        int work_stride, bool is_x) {
-  using T = Tile<kTokens, kRows, kMode>;
-  const auto load = [&](const TilePlace& tile, int step, int slot) {
-    const uint32_t to = ring + slot * T::kStageBytes, barrier = full + 8 * slot;
-    if (is_x) {
-      copy_x(to, &p.x_map, step * kStepK, tile.token_tile * kTokens, barrier);
-    } else {
-      barrier_expect(barrier, p.x_rows * kStepK * 2 + T::kWBytes);  // x too, which may come first
-      copy_w(to + T::kXBytes, &p.w_map, tile.row_tile * (kRows / kStripRows), step * kStepTiles,
-             barrier);
-    }
-  };
-  if (is_x) wait_for_previous_kernels();
-  const int begin = kMode == Mode::kPair ? first_step(p, rank) : 0;
-  const int end = kMode == Mode::kPair ? first_step(p, rank + 1) : p.steps;
+                                        int work_stride) {
+  const int begin = T::kMode == Mode::kPair ? first_step(p, rank) : 0;
+  const int end = T::kMode == Mode::kPair ? first_step(p, rank + 1) : p.steps;
+  const bool adds = p.copies_out && p.gemm.epilogue == GemmEpilogue::kAdd;
   Slot<T::kStages> slot;
   int until_next_kernel = T::kStages;
+  const auto fill = [&](const auto& ask) {  // a slot, once it is free
+    barrier_wait(empty + 8 * slot.at, slot.parity ^ 1);
+    ask(ring + slot.at * T::kStageBytes, full + 8 * slot.at);
+    slot.next();
+    if (!kIsX && --until_next_kernel == 0) let_next_kernel_start();  // the ring is full
+  };
+  if (kIsX) wait_for_previous_kernels();
   for (; work < works; work += work_stride) {
-    const TilePlace tile = tile_place(work, p.token_tiles, p.row_tiles);
-    for (int step = begin; step < end; ++step) {
-      barrier_wait(empty + 8 * slot.at, slot.parity ^ 1);
-      load(tile, step, slot.at);
-      slot.next();
-      if (!is_x && --until_next_kernel == 0) let_next_kernel_start();  // the ring is full
+    const TilePlace tile = tile_place(work, p);
+    const int token = first_token<T>(tile, rank), strip = first_strip<T>(tile, rank);
+    const bool is_tail = token + T::kTokens > p.gemm.t;
+    const bool is_empty = T::kMode == Mode::kShareWeight && token >= p.gemm.t;
+    if constexpr (kIsX) {
+      const auto fill_steps = [&](const CUtensorMap* map, int first) {
+        for (int step = begin; step < end; ++step) {
+          fill([&](uint32_t to, uint32_t barrier) {
+            if constexpr (T::kMode == Mode::kShareTokens) {
+              copy_x_to_both(to + first * 128, map, step * kStepK, token + first, barrier);
+            } else if (!is_empty) {
+              copy_x(to, map, step * kStepK, token, barrier);
+            }
+          });
+        }
+      };
+      if (is_tail) {
+        fill_steps(&p.x_tail_map, rank * p.x_tail_rows);
+      } else {
+        fill_steps(&p.x_map, rank * p.x_rows);
+      }
+    } else {
+      const int boxes = is_empty ? 0 : T::kMode == Mode::kShareTokens ? 2 : 1;
+      const int x_bytes = boxes * (is_tail ? p.x_tail_rows : p.x_rows) * 128;
+      for (int step = begin; step < end; ++step) {
+        fill([&](uint32_t to, uint32_t barrier) {
+          barrier_expect(barrier, x_bytes + T::kWBytes);  // x too, which may come first
+          const uint32_t w = to + T::kXBytes;
+          if constexpr (T::kMode == Mode::kShareWeight) {  // one of the step's two tiles
+            copy_w_to_both(w + rank * (T::kWBytes / 2), &p.w_map, strip, step * kStepTiles + rank,
+                           barrier);
+          } else {
+            copy_w(w, &p.w_map, strip, step * kStepTiles, barrier);
+          }
+        });
+      }
+    }
+    if constexpr (T::kMode != Mode::kPair) {
+      using Boxes = AddedBoxes<T>;
+      for (int first = 0; adds && first < Boxes::kAll; first += Boxes::kInSlot) {
+        const int last = min(first + Boxes::kInSlot, Boxes::kAll);
+        fill([&](uint32_t to, uint32_t barrier) {
+          if (!kIsX) barrier_expect(barrier, (last - first) * T::kConsumers * kBoxBytes);
+          for (int i = first; kIsX && i < last; ++i) {
+            for (int wg = 0; wg < T::kConsumers; ++wg, to += kBoxBytes) {
+              copy_x(to, &p.out_map, strip * kStripRows + 64 * i, token + 64 * wg, barrier);
+            }
+          }
+        });
+      }
     }
   }
-  if (!is_x && until_next_kernel > 0) let_next_kernel_start();
+  if (!kIsX && until_next_kernel > 0) let_next_kernel_start();
+}
+
+// Finishes the sums of a tile of a warpgroup, 64 tokens, and has them copied out, box by box.
+template <typename T, typename Release>
+__device__ __forceinline__ void copy_tile_out(float (&v)[T::kRows / 2], const KernelParams& p,
+                                              uint32_t staged, uint32_t ring, uint32_t full,
+                                              Slot<T::kStages>& slot, const Release& release,
+                                              int warpgroup, int warp_token, int strip) {
+  const GemmParams& m = p.gemm;
+  int lane;  // read here, not kept
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int c = lane % 4, row = lane % 8, warp = threadIdx.x / 32 % 4;
+  const bool is_first = threadIdx.x % 128 == 0;
+  // in_box: where 8 columns of a token lie, of the i-th 16 columns. A lane says it of one token and
+  // one of two such octets, as load_matrices takes it.
+  const uint32_t place = (warp * 16 + lane / 8 % 2 * 8 + row) * 128;
+  const uint32_t octet = (lane / 16 ^ row) * 16;
+  const auto in_box = [&](int i) { return i / 4 * kBoxBytes + place + (octet ^ i % 4 * 32); };
+  const int first_token = warp_token - warp * 16;
+  if (m.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < T::kRows / 32; ++i) add_bias(&v[16 * i], p, strip + 2 * i, c);
+  }
+  const auto may_stage = [&] {
+    if (is_first) wait_copies_out_read();
+    warpgroup_barrier(warpgroup);
+  };
+  const auto store = [&](int first_column, int columns) {
+    fence_copies_out();
+    warpgroup_barrier(warpgroup);
+    if (is_first) {
+#pragma unroll
+      for (int i = 0; i < columns / 64; ++i) {
+        copy_out(&p.out_map, first_column + 64 * i, first_token, staged + i * kBoxBytes);
+      }
+      commit_copies_out();
+    }
+  };
+  may_stage();
+  if (m.epilogue == GemmEpilogue::kGate) {
+#pragma unroll
+    for (int i = 0; i < T::kRows / 32; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // strip, then token and token + 8
+        const float* sums = &v[16 * i + 8 * (j / 2) + 2 * (j % 2)];
+        words[j] = pack_bf16(silu(sums[0]) * sums[4], silu(sums[1]) * sums[5]);
+      }
+      store_matrices(staged + in_box(i), words);
+    }
+    store(strip * 8, T::kRows / 2);
+    return;
+  }
+  using Boxes = AddedBoxes<T>;
+  const bool adds = m.epilogue == GemmEpilogue::kAdd;
+  if (adds) {
+#pragma unroll
+    for (int i = 0; i < Boxes::kAll; ++i) {
+      if (i % Boxes::kInSlot == 0) {
+        if (i > 0) slot.next();
+        barrier_wait(full + 8 * slot.at, slot.parity);
+      }
+      const uint32_t box = ring + slot.at * T::kStageBytes +
+                           (i % Boxes::kInSlot * T::kConsumers + warpgroup) * kBoxBytes;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        Fragment4 words;
+        load_matrices(words, box + in_box(j));
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          float* sums = &v[32 * i + 8 * j + 2 * word];
+          sums[0] += __uint_as_float(words[word] << 16);
+          sums[1] += __uint_as_float(words[word] & 0xffff0000);
+        }
+      }
+    }
+    slot.next();
+  }
+#pragma unroll
+  for (int pass = 0; pass < T::kRows / T::kStaged; ++pass) {
+    if (pass > 0) may_stage();
+#pragma unroll
+    for (int i = 0; i < T::kStaged / 16; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float* sums = &v[pass * (T::kStaged / 2) + 8 * i + 2 * word];
+        words[word] = pack_bf16(sums[0], sums[1]);
+      }
+      store_matrices(staged + in_box(i), words);
+    }
+    store(strip * kStripRows + pass * T::kStaged, T::kStaged);
+  }
+  // After a barrier, so that all lanes have read their part.
+  for (int i = 0; adds && i < Boxes::kSlots; ++i) release();
 }
 #endif  // TINYVLLM_WGMMA
 
-// Registers: 168 a thread at the start, of which the producers give away most. Dynamic shared
-// memory: ring [x | weight], kPair's sums, barriers.
-template <int kTokens, int kRows, Mode kMode>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+// Dynamic shared memory: ring [x | weight], kSumBytes, barriers.
+template <int kTokens, int kRows, Mode kMode, int kGroups>
+__global__ void __launch_bounds__(max_threads(kTokens), 1)
     gemm_kernel(const __grid_constant__ KernelParams p) {
 #if TINYVLLM_WGMMA
-  using T = Tile<kTokens, kRows, kMode>;
+  using T = KernelTile<kTokens, kRows, kMode, kGroups>;
   extern __shared__ __align__(1024) char shared[];
   uint32_t ring = shared_address(shared);
   asm volatile("" : "+r"(ring));  // kept, not made again in every step
@@ -472,53 +753,66 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int rank = kMode == Mode::kAlone ? 0 : cluster_rank();
-  constexpr int cluster = kMode == Mode::kAlone ? 1 : 2;
+  constexpr int cluster = T::kCluster;
   const int first_work = blockIdx.x / cluster, work_stride = gridDim.x / cluster;
   const int works = p.token_tiles * p.row_tiles;
 
   if (threadIdx.x == T::kConsumers * 128) {
     prefetch_map(&p.w_map);
-    prefetch_map(&p.x_map);
+    prefetch_map(p.gemm.t < kTokens ? &p.x_tail_map : &p.x_map);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, T::kConsumers * 4);
+      barrier_init(empty + 8 * i, T::kConsumers * 4 * (T::kShares ? 2 : 1));
     }
     if constexpr (kMode == Mode::kPair) barrier_init(sums_full, 1);
     fence_barrier_init();
     if constexpr (kMode == Mode::kPair) barrier_expect(sums_full, T::kSumBytes);
   }
   __syncthreads();
-  if constexpr (kMode == Mode::kPair) cluster_arrive_relaxed();
+  if constexpr (kMode != Mode::kAlone) cluster_arrive_relaxed();
 
   if (warpgroup == T::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp < 2 && lane == 0) {
-      produce<kTokens, kRows, kMode>(p, ring, full, empty, rank, first_work, works, work_stride,
-                                     warp == 1);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kProducerRegisters));
+    if constexpr (T::kShares) cluster_wait();
+    if (lane == 0 && warp == 0) {
+      produce<T, false>(p, ring, full, empty, rank, first_work, works, work_stride);
+    } else if (lane == 0 && warp == 1) {
+      produce<T, true>(p, ring, full, empty, rank, first_work, works, work_stride);
     }
     if constexpr (kMode == Mode::kPair) {
       __syncwarp();
       cluster_wait();
+    } else if constexpr (T::kShares) {
+      __syncwarp();
+      cluster_sync();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kConsumerRegisters));
+    if constexpr (T::kShares) cluster_wait();
     wait_for_previous_kernels();
-    constexpr bool kLoadsEarly = kRows <= 128;  // the residual: where there are registers
-    float acc[kRows / 2];
+    constexpr bool kLoadsEarly = kMode == Mode::kPair;
     Slot<T::kStages> slot, used;
     const uint32_t x_matrix = matrix_at(ring + warpgroup * 64 * 128);
     const uint32_t w_matrix = matrix_at(ring + T::kXBytes);
     const int g = lane / 4, c = lane % 4;
+    const uint32_t release_at = T::kShares ? in_block(empty, lane == 0 ? rank : rank ^ 1) : empty;
     const auto release = [&] {
-      if (lane == 0) barrier_arrive(empty + 8 * used.at);
+      if constexpr (T::kShares) {
+        if (lane < 2) barrier_arrive_in_cluster(release_at + 8 * used.at);
+      } else {
+        if (lane == 0) barrier_arrive(release_at + 8 * used.at);
+      }
       used.next();
     };
     // acc = the sum of a range of steps. The tensor cores have the next step before they are done
     // with this one, and more where the ring is long enough.
     constexpr int kBehind = T::kStages < 8 ? 1 : 2;
-    const auto multiply = [&](int begin, int end) {
+    const auto multiply = [&](float (&acc)[kRows / 2], int begin, int end) {
+    // Else the registers of acc are taken from the end of one tile to the start of the next.
+#pragma unroll
+      for (float& v : acc) v = 0.0f;
       for (int step = begin; step < end; ++step) {
         barrier_wait(full + 8 * slot.at, slot.parity);
         const uint32_t stage = slot.at * (T::kStageBytes / 16);
@@ -541,37 +835,53 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       for (int step = max(begin, end - kBehind); step < end; ++step) release();
     };
     for (int work = first_work; work < works; work += work_stride) {
-      const TilePlace tile = tile_place(work, p.token_tiles, p.row_tiles);
-      const int token = tile.token_tile * kTokens + warpgroup * 64 + warp * 16 + g;
-      const int strip = tile.row_tile * (kRows / kStripRows);
+      const TilePlace tile = tile_place(work, p);
+      const int warp_token = first_token<T>(tile, rank) + warpgroup * 64 + warp * 16;
+      int token = warp_token + g;
+      float acc[kRows / 2];
       // Of a shared tile's pairs of strips, each block finishes every second.
-      constexpr int kPairs = kRows / 32 / cluster;
+      constexpr int kApart = kMode == Mode::kPair ? 2 : 1;
+      int strip = first_strip<T>(tile, rank) + (kMode == Mode::kPair ? 2 * rank : 0);
+      constexpr int kPairs = kRows / 32 / kApart;
       Residual residual[kPairs];
-      constexpr int kAtOnce = kPairs <= 4 ? kPairs : 1;  // what there are registers for
+      constexpr int kAtOnce = kMode == Mode::kPair ? kPairs : 1;
       const auto load_residuals = [&](int first) {
 #pragma unroll
         for (int i = first; i < first + kAtOnce; ++i) {
-          load_residual(residual[i], p, token, strip + 2 * (i * cluster + rank), c);
+          load_residual(residual[i], p, token, strip + 2 * i * kApart, c);
         }
       };
       if constexpr (kLoadsEarly) load_residuals(0);
+      constexpr int kKept = T::kHasTotals ? kRows / 2 - T::kSharedTotals : 0;  // in `total`
+      constexpr int kTotalPlane = 128 * 16;  // bytes of one float4 of every thread
+      const uint32_t staged = other_sums + warpgroup * T::kStagedBytes;
+      const uint32_t mine = staged + threadIdx.x % 128 * 16;
+      float total[kKept > 0 ? kKept : 1];
       if constexpr (kMode == Mode::kPair) {
-        multiply(first_step(p, rank), first_step(p, rank + 1));
+        multiply(acc, first_step(p, rank), first_step(p, rank + 1));
       } else if constexpr (T::kHasTotals) {
-        float total[kRows / 2];
-        multiply(first_step(p, 0), first_step(p, 1));
 #pragma unroll
-        for (int i = 0; i < kRows / 2; ++i) total[i] = acc[i];
-        for (int group = 1; group < p.groups; ++group) {
-          multiply(first_step(p, group), first_step(p, group + 1));
+        for (float& v : total) v = 0.0f;
+#pragma unroll 1
+        for (int group = 0; group < p.groups; ++group) {
+          multiply(acc, first_step(p, group), first_step(p, group + 1));
 #pragma unroll
-          for (int i = 0; i < kRows / 2; ++i) total[i] += acc[i];
+          for (int i = 0; i < kKept; ++i) total[i] += acc[i];
+          if (T::kSharedTotals > 0 && group == 0) {  // of two
+            if (threadIdx.x % 128 == 0) wait_copies_out_read();
+            warpgroup_barrier(warpgroup);
+#pragma unroll
+            for (int i = 0; i < T::kSharedTotals / 4; ++i) {
+              const float* v = &acc[kKept + 4 * i];
+              store_floats_shared(mine + i * kTotalPlane, {v[0], v[1], v[2], v[3]});
+            }
+          }
         }
-#pragma unroll
-        for (int i = 0; i < kRows / 2; ++i) acc[i] = total[i];
       } else {
-        multiply(0, p.steps);
+        multiply(acc, 0, p.steps);
       }
+      // What follows from these is computed now, not kept while products are made.
+      asm volatile("" : "+r"(token), "+r"(strip));
       float sums[16 * kPairs];
       if constexpr (kMode == Mode::kPair) {
         // The same thread of the other block finishes the rest, and sends what this one lacks.
@@ -605,17 +915,34 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           sums[4 * i + 3] += v.w;
         }
       } else {
-        if constexpr (!kLoadsEarly) load_residuals(0);
 #pragma unroll
-        for (int i = 0; i < 16 * kPairs; ++i) sums[i] = acc[i];
+        for (int i = 0; i < 16 * kPairs; i += 4) {
+#pragma unroll
+          for (int e = i; e < i + 4; ++e) sums[e] = i < kKept ? total[e < kKept ? e : 0] : acc[e];
+          if (T::kSharedTotals > 0 && i >= kKept) {
+            add_floats(&sums[i], mine + (i - kKept) / 4 * kTotalPlane);
+          }
+        }
+        if (T::kSharedTotals > 0 || p.copies_out) {
+          copy_tile_out<T>(sums, p, staged, ring, full, slot, release, warpgroup, warp_token,
+                           strip);
+          continue;
+        }
+        if constexpr (T::kSharedTotals == 0) load_residuals(0);
       }
+      if constexpr (T::kSharedTotals == 0) {
 #pragma unroll
-      for (int i = 0; i < kPairs; i += kAtOnce) {
-        if (i + kAtOnce < kPairs) load_residuals(i + kAtOnce);
-        finish<kAtOnce>(&sums[16 * i], &residual[i], p, token, strip + 2 * (i * cluster + rank),
-                        2 * cluster, c);
+        for (int i = 0; i < kPairs; i += kAtOnce) {
+          if (i + kAtOnce < kPairs) load_residuals(i + kAtOnce);
+          finish<kAtOnce>(&sums[16 * i], &residual[i], p, token, strip + 2 * i * kApart, 2 * kApart,
+                          c);
+        }
       }
     }
+    if constexpr (kMode != Mode::kPair) {
+      if (threadIdx.x % 128 == 0) wait_copies_out();
+    }
+    if constexpr (T::kShares) cluster_sync();
   }
 #else
   __trap();  // launched on sm_90 alone, which must be compiled as 90a
@@ -654,7 +981,7 @@ __global__ void __launch_bounds__(kPortableWarps * 32, 1)
   const GemmParams& m = p.gemm;
   const uint32_t base = shared_address(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-  const TilePlace tile = tile_place(blockIdx.x, p.token_tiles, p.row_tiles);
+  const TilePlace tile = tile_place(blockIdx.x, p);
   const int first_token = tile.token_tile * kPortableTokens;
   const int first_strip = tile.row_tile * (kPortableRows / kStripRows);
   wait_for_previous_kernels();
@@ -785,69 +1112,101 @@ void launch(Kernel kernel, const KernelParams& p, int blocks, int threads, int c
   check_launch("gemm");
 }
 
-template <int kTokens, int kRows, Mode kMode>
+template <int kTokens, int kRows, Mode kMode, int kGroups>
 void launch_tiles(KernelParams p, Stream stream) {
-  using T = Tile<kTokens, kRows, kMode>;
+  using T = Tile<kTokens, kRows, kMode, kGroups>;
   const GemmParams& m = p.gemm;
-  p.token_tiles = divide_up(m.t, kTokens);
-  p.row_tiles = divide_up(p.strips, kRows / kStripRows);
-  p.x_rows = std::min(m.t, kTokens);
-  encode_tensor_map<2>(p.x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, m.x,
-                       {static_cast<cuuint64_t>(m.k), static_cast<cuuint64_t>(m.t)},
-                       {static_cast<cuuint64_t>(m.x_stride) * 2},
-                       {kStepK, static_cast<cuuint32_t>(p.x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
+  constexpr bool kShareWeight = kMode == Mode::kShareWeight;
+  constexpr bool kShareTokens = kMode == Mode::kShareTokens;
+  constexpr int kStrips = kRows / kStripRows;
+  p.token_tiles = divide_up(m.t, kTokens * (kShareWeight ? 2 : 1));
+  p.row_tiles = divide_up(p.strips, kStrips * (kShareTokens ? 2 : 1));
+  p.band = kShareWeight ? 8 : 16;
+  const auto encode_x = [&](CUtensorMap& map, int rows) {
+    encode_tensor_map<2>(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, m.x,
+                         {static_cast<cuuint64_t>(m.k), static_cast<cuuint64_t>(m.t)},
+                         {static_cast<cuuint64_t>(m.x_stride) * 2},
+                         {kStepK, static_cast<cuuint32_t>(rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
+  };
+  const int tail = m.t % kTokens;
+  p.x_rows = kShareTokens ? kTokens / 2 : kTokens;
+  p.x_tail_rows = kShareTokens ? divide_up(tail, 16) * 8 : tail;  // whole rows of the swizzle
+  if (m.t >= kTokens) encode_x(p.x_map, p.x_rows);
+  if (tail > 0) encode_x(p.x_tail_map, p.x_tail_rows);
   const cuuint64_t tiles = static_cast<cuuint64_t>(p.tiles);
   encode_tensor_map<3>(
       p.w_map, CU_TENSOR_MAP_DATA_TYPE_UINT32, m.packed,
       {kTileBytes / 4, static_cast<cuuint64_t>(p.strips), tiles}, {tiles * kTileBytes, kTileBytes},
-      {kTileBytes / 4, kRows / kStripRows, kStepTiles}, CU_TENSOR_MAP_SWIZZLE_NONE);
+      {kTileBytes / 4, kStrips, kShareWeight ? 1 : kStepTiles}, CU_TENSOR_MAP_SWIZZLE_NONE);
+  p.copies_out &= kMode != Mode::kPair;
+  if (p.copies_out) {
+    encode_tensor_map<2>(p.out_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, m.out,
+                         {static_cast<cuuint64_t>(m.n), static_cast<cuuint64_t>(m.t)},
+                         {static_cast<cuuint64_t>(m.out_stride) * 2}, {64, 64},
+                         CU_TENSOR_MAP_SWIZZLE_128B);
+  }
   const int works = p.token_tiles * p.row_tiles;
-  constexpr int kCluster = kMode == Mode::kPair ? 2 : 1;
-  const int blocks = kMode == Mode::kPair ? 2 * works : std::min(works, num_multiprocessors());
-  launch(gemm_kernel<kTokens, kRows, kMode>, p, blocks, T::kThreads, kCluster, T::kSharedBytes,
-         stream);
+  const int blocks = kMode == Mode::kPair
+                         ? 2 * works
+                         : T::kCluster * std::min(works, num_multiprocessors() / T::kCluster);
+  launch(gemm_kernel<kTokens, kRows, kMode, kGroups>, p, blocks, T::kThreads, T::kCluster,
+         T::kSharedBytes, stream);
 }
 
 // The kernels there are, and the nanoseconds that they take on an H200: a step of a tile while its
-// data are there, and a round of tiles besides its steps. Fitted to the table in NOTES.md.
+// data are there, a round of tiles besides its steps, and all else. Fitted to the table in
+// NOTES.md.
 struct Choice {
   int tokens, rows;
   Mode mode;
-  int groups;  // of K that it can take; a pair needs two
-  int step_ns, round_ns;
+  int groups;  // of K that it can take
+  int step_ns, round_ns, start_ns;
   void (*launch)(KernelParams, Stream);
 };
 
-template <int kTokens, int kRows, Mode kMode>
-constexpr Choice choice(int step_ns, int round_ns) {
-  const int groups = kMode == Mode::kPair || Tile<kTokens, kRows, kMode>::kHasTotals ? 2 : 1;
-  return {kTokens, kRows, kMode, groups, step_ns, round_ns, launch_tiles<kTokens, kRows, kMode>};
+template <int kTokens, int kRows, Mode kMode, int kGroups>
+constexpr Choice choice(int step_ns, int round_ns, int start_ns) {
+  return {kTokens, kRows,    kMode,    kGroups,
+          step_ns, round_ns, start_ns, launch_tiles<kTokens, kRows, kMode, kGroups>};
 }
 
 constexpr Choice kChoices[] = {
-    choice<64, 64, Mode::kPair>(140, 3000),    choice<64, 128, Mode::kPair>(180, 3250),
-    choice<128, 64, Mode::kPair>(190, 2750),   choice<128, 128, Mode::kPair>(240, 4750),
-    choice<64, 128, Mode::kAlone>(200, 1250),  choice<64, 256, Mode::kAlone>(500, 5750),
-    choice<128, 128, Mode::kAlone>(440, 3500), choice<128, 256, Mode::kAlone>(640, 7250),
+    choice<64, 64, Mode::kPair, 2>(150, 3000, 0),
+    choice<128, 64, Mode::kPair, 2>(215, 2750, 0),
+    choice<128, 128, Mode::kPair, 2>(240, 4750, 0),
+    choice<64, 128, Mode::kAlone, 2>(200, 1250, 0),
+    choice<128, 128, Mode::kAlone, 2>(340, 550, 2000),
+    choice<192, 128, Mode::kShareTokens, 1>(545, 1500, 3000),
+    choice<128, 256, Mode::kShareWeight, 1>(735, 1800, 2500),
+    choice<128, 256, Mode::kShareWeight, 2>(745, 1000, 7400),
 };
 
 bool can_take(const Choice& choice, const KernelParams& p) {
-  return choice.mode == Mode::kPair ? p.groups == 2 : p.groups <= choice.groups;
+  if (choice.mode == Mode::kPair) return p.groups == 2;
+  if (choice.groups == 2 && choice.rows == 256) {  // of which some totals are in shared memory
+    return p.groups == 2 && p.copies_out;
+  }
+  return p.groups <= choice.groups;
 }
 
 const Choice& choose(const KernelParams& p) {
   const int64_t processors = num_multiprocessors();
   const auto nanoseconds = [&](const Choice& choice) -> int64_t {
     if (!can_take(choice, p)) return INT64_MAX;
+    // Tiles of the two blocks of a cluster: one of kPair, else two neighbours.
     const int parts = choice.mode == Mode::kPair ? 2 : 1;
-    const int64_t blocks = int64_t{divide_up(p.gemm.t, choice.tokens)} *
-                           divide_up(p.strips, choice.rows / kStripRows) * parts;
+    const int tokens = choice.tokens * (choice.mode == Mode::kShareWeight ? 2 : 1);
+    const int rows = choice.rows * (choice.mode == Mode::kShareTokens ? 2 : 1);
+    const int64_t works =
+        int64_t{divide_up(p.gemm.t, tokens)} * divide_up(p.strips, rows / kStripRows);
+    const int64_t blocks = works * (choice.mode == Mode::kAlone ? 1 : 2);
     const int64_t rounds = (blocks + processors - 1) / processors;
     if (parts > 1 && rounds > 1) return INT64_MAX;  // lone blocks go on without a pause
     // Of L2, a multiprocessor reads 110 bytes a nanosecond, and all together 11,000.
     const int64_t bytes = (std::min(p.gemm.t, choice.tokens) + choice.rows) * kStepK * 2;
     const int64_t copy_ns = bytes * std::max<int64_t>(100, std::min(blocks, processors)) / 11000;
-    return rounds * (divide_up(p.steps, parts) * std::max<int64_t>(choice.step_ns, copy_ns) +
+    return choice.start_ns +
+           rounds * (divide_up(p.steps, parts) * std::max<int64_t>(choice.step_ns, copy_ns) +
                      choice.round_ns);
   };
   return *std::min_element(std::begin(kChoices), std::end(kChoices),
@@ -862,6 +1221,7 @@ KernelParams make_params(const GemmParams& m) {
   p.steps = divide_up(m.k, kStepK);
   p.groups = num_groups(p.strips, p.steps);
   p.out_is_aligned = is_multiple(m.out, 16) && m.out_stride % (m.out_is_float ? 4 : 8) == 0;
+  p.copies_out = p.out_is_aligned && !m.out_is_float && m.n % 8 == 0;
   p.x_is_aligned = is_multiple(m.x, 16) && m.x_stride % 8 == 0 && m.k % 8 == 0;
   return p;
 }
@@ -869,6 +1229,7 @@ KernelParams make_params(const GemmParams& m) {
 void launch_portable(KernelParams p, Stream stream) {
   p.token_tiles = divide_up(p.gemm.t, kPortableTokens);
   p.row_tiles = divide_up(p.strips, kPortableRows / kStripRows);
+  p.band = 16;
   launch(gemm_portable_kernel, p, p.token_tiles * p.row_tiles, kPortableWarps * 32, 1,
          kPortableStages * kPortableStageBytes, stream);
 }

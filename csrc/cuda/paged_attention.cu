@@ -64,13 +64,18 @@
 //
 // Early. In a decode call the work list and the keys of earlier steps are read before the kernels
 // ahead have ended; q and the keys of this step wait for them. In a mixed call splits run beside
-// row tiles.
+// row tiles. The kernel behind may start once q may be asked for: were it earlier, q would wait
+// behind its weights. One short sequence is quicker with it at once.
+//
+// Few sequences. Up to 16 of them, in a decode call with head_dim 64, have rings of four slots:
+// such a block leaves room for one of a `linear` on its multiprocessor.
 //
 // Memory (head_dim 64 | 128). Row tiles on wgmma: 512 threads of 128 registers (160 to compute, 32
 // to copy) | 384 of 168 (232, 40), 144 | 192 KiB of shared memory, one block per SM. Row tiles: 128
-// threads of 254 | 222, 80 | 96 KiB, two. Splits: 160 threads of 140, 111 KiB, two. Workspace:
-// min(group, 16) * (head_dim + 2) floats for each split. If those of all splits would not fit,
-// ranges end with queries and nothing is divided: as right, less parallel.
+// threads of 254 | 222, 80 | 96 KiB, two. Splits: 160 threads of 140 | 165, 111 KiB, two; of few
+// sequences 107 registers and 75 KiB. Workspace: min(group, 16) * (head_dim + 2) floats for each
+// split. If those of all splits would not fit, ranges end with queries and nothing is divided: as
+// right, less parallel.
 #include <cuda.h>
 
 #include <algorithm>
@@ -114,6 +119,15 @@ struct Sizes {
   static constexpr int kSharedBytes = kStages * 2 * kTileBytes + kThreads * kTotals * 4;
   static_assert(kTileRows * kRowBytes <= 2 * kTileBytes, "the q of a row tile fits a stage");
 };
+
+// Slots of the rings of attend_splits_kernel. With few sequences a step waits for latencies, not
+// for the memory: a block of a small ring and few registers shares a multiprocessor with one of the
+// kernel that follows, whose weights are then on their way.
+constexpr int kFewSequences = 16;
+template <int kHeadDim>
+constexpr int kLargeRing = kHeadDim == 64 ? 6 : 3;
+template <int kHeadDim>
+constexpr int kSmallRing = kHeadDim == 64 ? 4 : 2;
 
 // Of attend_splits_kernel. A slot of a block's ring holds the k and the v of a tile, and the q of a
 // run that begins there.
@@ -388,6 +402,20 @@ struct Lengths {
     q_end = __ldg(p.cu_seqlens_q + s + 1);
     seq_len = __ldg(p.seq_lens + s);
   }
+
+  // Asks here, not where the compiler sees the first use.
+  static __device__ __forceinline__ Lengths load_now(const AttentionParams& p, int s) {
+    s = min(s, p.num_seqs - 1);
+    const auto load = [](const int32_t* from) {
+      int x;
+      asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+      return x;
+    };
+    return {load(p.cu_seqlens_q + s), load(p.cu_seqlens_q + s + 1), load(p.seq_lens + s)};
+  }
+
+ private:
+  __device__ Lengths(int begin, int end, int len) : q_begin(begin), q_end(end), seq_len(len) {}
 };
 
 // What a sequence asks of the kernels. The queries that go by splits are alike: each is given the
@@ -434,8 +462,11 @@ struct Sequence {
 // call together, and what is sought must not decrease from call to call.
 class Sequences {
  public:
+  // `lengths` are those of sequence lane_id().
+  __device__ Sequences(const AttentionParams& params, int tile_rows, const Lengths& lengths)
+      : p_(params), tile_rows_(tile_rows), next_(lengths) {}
   __device__ Sequences(const AttentionParams& params, int tile_rows)
-      : p_(params), tile_rows_(tile_rows), next_(params, lane_id()) {}
+      : Sequences(params, tile_rows, Lengths(params, lane_id())) {}
 
   // The sequence of row tile `i` of all, counted once a kv head. False when there are not so many.
   __device__ bool find_row_tile(int i) { return find(i, row_tiles_); }
@@ -1074,6 +1105,7 @@ class WgmmaRowTiles {
 // ---- Splits -------------------------------------------------------------------------------------
 
 constexpr int kMaxSplits = 0xffff;  // that a counter counts
+constexpr int kFewTiles = 8;        // of one sequence: the next kernel may start at once
 
 // How the queries' splits are divided over groups of blocks: group g takes the splits that begin in
 // its range of the tiles of all queries.
@@ -1135,14 +1167,14 @@ struct HeadUnit {
 
 // Consecutive splits of one query. Lies beside the slot with its q.
 struct alignas(16) Run {
-  int token;  // -1: the stream ends here
+  int token;  // -1: no run, the end of the stream
   int position;
   int begin, end;             // keys that it sees; begin is that of a tile
   int first_new;              // the first key that this step stored
   int first_split;            // counted from the first key of the sequence
   int before, splits, total;  // splits of the query: before the run, in it, all
   int query, slot;            // of those that go by splits; slot of the query's first split
-  int pad;
+  bool last;                  // surely the last of the block's stream
 
   __device__ bool whole() const { return splits == total; }
 };
@@ -1150,8 +1182,9 @@ struct alignas(16) Run {
 // Finds the runs of a block.
 class RunFinder {
  public:
-  __device__ RunFinder(const AttentionParams& params, const Division& division, int group, int unit)
-      : p_(params), divided_(division.divided), unit_(unit), sequences_(params, 1) {
+  __device__ RunFinder(const AttentionParams& params, const Lengths& lengths,
+                       const Division& division, int group, int unit)
+      : p_(params), divided_(division.divided), unit_(unit), sequences_(params, 1, lengths) {
     if (group >= division.groups) return;
     next_tile_ = division.begin_of(group);
     past_tile_ = division.begin_of(group + 1);
@@ -1189,6 +1222,8 @@ class RunFinder {
       run.splits = sequence.splits_before(past) - run.before;
       run.query = sequences_.queries_before + query;
       run.slot = (sequences_.splits_before + query * run.total) * p_.head_units + unit_;
+      // Where this is false the range has tiles left, but perhaps no further run.
+      run.last = next_tile_ >= past_tile_;
       return true;
     }
     return false;
@@ -1233,7 +1268,7 @@ struct SplitRing {
   // All threads of the block: false when there is nothing for it to do, else what kernels before
   // this one stored may be read from here on.
   __device__ __forceinline__ bool starts(const AttentionParams& p) const {
-    asm volatile("bar.sync 0, %0;" ::"n"((kWarps + 1) * 32) : "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"((kWarps + 1) * 32) : "memory");
     if (!has_work) return false;
     // Row tiles, which let this kernel start, have waited for all before them, and nothing here
     // depends on them.
@@ -1362,13 +1397,14 @@ class SplitProducer {
       : p_(params.attention), unit_(unit), slots_(slots), ring_(ring), copier_(params, unit) {}
 
   // False when there is nothing to do for this block.
-  __device__ __forceinline__ bool produce(const Division& division) {
+  __device__ __forceinline__ bool produce(const Division& division, const Lengths& lengths) {
     const int lane = lane_id();
     const int group = blockIdx.z;
-    RunFinder finder(p_, division, group, unit_.index);
+    RunFinder finder(p_, lengths, division, group, unit_.index);
     Run run;
     int slot = 0, parity = 1, prefetched = 0;
-    for (bool first = true;; first = false) {
+    bool ended = false;  // and the readers know
+    for (bool first = true; !ended; first = false) {
       const bool found = finder.next(run);
       const int begin = run.begin, end = run.end, first_new = run.first_new;
       const int first_key = first_visible(p_, run.position);
@@ -1419,11 +1455,14 @@ class SplitProducer {
         if (slot == 0) parity ^= 1;
         tile += kTileKeys;
       } while (tile < end);
+      ended = run.last;
     }
-    barrier_wait(ring_.empty_of(slot), parity);
-    if (lane == 0) {
-      ring_.runs[slot].token = -1;
-      barrier_arrive(ring_.full_of(slot));
+    if (!ended) {
+      barrier_wait(ring_.empty_of(slot), parity);
+      if (lane == 0) {
+        ring_.runs[slot].token = -1;
+        barrier_arrive(ring_.full_of(slot));
+      }
     }
     wait_copies<0>();  // no thread ends before its copies
     return true;
@@ -1502,6 +1541,7 @@ class Splits {
       const Run run = shared_.ring.runs[slot_];
       if (run.token < 0) break;
       attend(run);
+      if (run.last) break;
     }
     merge_divided();
   }
@@ -1662,6 +1702,25 @@ class Splits {
       rows.sum[h] = __fmaf_rn(rows.sum[h], keep[h], sum_tile(sums));
       shrinks |= keep[h] != 1.0f;
     }
+    // All 64 keys, each warp its columns. Where no keys were copied there are zeros now.
+    const int row = lane % 16;
+    const int chunk = warp_ * (kColumns / 8) % 8 + lane / 16;
+    const uint32_t values =
+        slot + Size::kTileBytes + warp_ * kColumns / 64 * kPanelBytes + row * 128;
+    Fragment4 p[kTileBlocks], v[kTileBlocks][kColumns / 16];
+#pragma unroll
+    for (int i = 0; i < kTileBlocks; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        p[i][h] = h < kHalves ? shared_.p[i][lane][h] : 0;
+        p[i][h + 2] = h < kHalves ? shared_.p[i][lane][h + kHalves] : 0;
+      }
+#pragma unroll
+      for (int d = 0; d < kColumns / 16; ++d) {
+        load_matrices_transposed(
+            v[i][d], values + i * kBlockRows * 128 + (((chunk + 2 * d) ^ (row % 8)) * 16));
+      }
+    }
     if (__any_sync(kAllLanes, shrinks)) {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -1671,27 +1730,12 @@ class Splits {
         }
       }
     }
-    // All 64 keys, each warp its columns.
-    const int row = lane % 16;
-    const int chunk = warp_ * (kColumns / 8) % 8 + lane / 16;
-    const uint32_t values =
-        slot + Size::kTileBytes + warp_ * kColumns / 64 * kPanelBytes + row * 128;
 #pragma unroll
     for (int i = 0; i < kTileBlocks; ++i) {
-      if (base + i * kBlockRows >= end) break;
-      Fragment4 p = {};
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        p[h] = shared_.p[i][lane][h];
-        p[h + 2] = shared_.p[i][lane][h + kHalves];
-      }
 #pragma unroll
       for (int d = 0; d < kColumns / 16; ++d) {
-        Fragment4 f;
-        load_matrices_transposed(
-            f, values + i * kBlockRows * 128 + (((chunk + 2 * d) ^ (row % 8)) * 16));
-        multiply_add(rows.acc[2 * d], p, f[0], f[1]);
-        multiply_add(rows.acc[2 * d + 1], p, f[2], f[3]);
+        multiply_add(rows.acc[2 * d], p[i], v[i][d][0], v[i][d][1]);
+        multiply_add(rows.acc[2 * d + 1], p[i], v[i][d][2], v[i][d][3]);
       }
     }
   }
@@ -1757,9 +1801,7 @@ class Splits {
       Divided& query = shared_.divided[threadIdx.x];
       uint32_t* done = p_.counters + query.query * p_.head_units + unit_.index;
       const uint32_t mine = query.splits + (query.first_splits << 16);
-      fence();
-      const uint32_t all = atomicAdd(done, mine) + mine;
-      fence();
+      const uint32_t all = add_in_order(done, mine) + mine;
       const bool last = static_cast<int>(all & 0xffff) == query.total;
       if (last) *done = 0;
       query.first_splits = last ? static_cast<int>(all >> 16) : 0;
@@ -1771,12 +1813,20 @@ class Splits {
     }
   }
 
-  // Between the memory of this block and that of the others.
-  __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+  // An atomic addition behind the stores of this block and before its loads of what others stored.
+  static __device__ __forceinline__ uint32_t add_in_order(uint32_t* to, uint32_t x) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(to), "r"(x)
+                 : "memory");
+    return before;
+  }
 
   // Four columns a thread.
   __device__ void merge_parts(const Divided& query) {
-    constexpr int kAhead = 16;  // parts on their way
+    // Parts on their way: a small ring's kernel has few registers, and less code to fetch.
+    constexpr int kAhead = kRing == kSmallRing<kHeadDim> ? 8 : 16;
     const int64_t stride = static_cast<int64_t>(p_.head_units) * p_.part_floats;
     const float* parts = p_.parts + static_cast<int64_t>(query.slot) * p_.part_floats;
     const float* max_sums = parts + min(p_.group, kBlockRows) * kHeadDim;
@@ -1861,11 +1911,14 @@ __global__ void __launch_bounds__(SplitSizes<kHeadDim, kRing>::kThreads,
   const AttentionParams& p = params.attention;
   const HeadUnit unit(p);
   if (threadIdx.x == kThreads) told.ring.open(params);
+  const Lengths lengths = Lengths::load_now(p, lane_id());  // for the warp that copies
   const Division division(p, told.sums);
+  // With one short sequence most multiprocessors are free for the weights of the next kernel.
+  if (p.num_seqs == 1 && division.tiles <= kFewTiles) let_next_kernel_start();
   // A block without work ends at once and makes room for the next kernel; group 0 stays.
   if (threadIdx.x >= kThreads) {
     if (!SplitProducer<kHeadDim, kRing>(params, unit, shared_address(shared), told.ring)
-             .produce(division)) {
+             .produce(division, lengths)) {
       return;
     }
   } else {
@@ -1881,8 +1934,11 @@ template <int kHeadDim, int kHalves, int kRing>
 void launch_splits(const SplitParams& params, int64_t max_groups, Stream stream) {
   using Size = SplitSizes<kHeadDim, kRing>;
   const AttentionParams& p = params.attention;
+  // For one sequence fewer blocks: those without work delay the next kernel.
+  const bool is_alone = p.num_seqs == 1 && kRing == kSmallRing<kHeadDim>;
+  const int blocks_per_sm = is_alone ? 1 : Size::kBlocksPerSM;
   const int64_t groups =
-      std::min<int64_t>(max_groups, Size::kBlocksPerSM * num_multiprocessors() / p.head_units);
+      std::min<int64_t>(max_groups, blocks_per_sm * num_multiprocessors() / p.head_units);
   const dim3 grid(static_cast<unsigned>(p.head_units / p.num_kv_heads),
                   static_cast<unsigned>(p.num_kv_heads),
                   static_cast<unsigned>(std::max<int64_t>(1, groups)));
@@ -1919,12 +1975,14 @@ void launch(const SplitParams& split_params, int64_t num_tokens, int64_t max_key
   const int64_t splits = std::max<int64_t>(
       1, (max_keys + kFineSplit * kTileKeys - 1) / (kFineSplit * kTileKeys));  // or fewer
   // Two blocks of large rings fit an SM with 227 KiB of shared memory.
-  constexpr int kRing = kHeadDim == 64 ? 6 : 3, kSmallRing = kHeadDim == 64 ? 4 : 2;
-  const bool fits = max_shared_bytes() >= 2 * (SplitSizes<kHeadDim, kRing>::kSharedBytes + 4096);
+  constexpr int kLarge = kLargeRing<kHeadDim>, kSmall = kSmallRing<kHeadDim>;
+  const bool fits = max_shared_bytes() >= 2 * (SplitSizes<kHeadDim, kLarge>::kSharedBytes + 4096);
+  const bool few = kHeadDim == 64 && params.only_splits && params.num_seqs <= kFewSequences;
   const auto launch =
       params.group > kBlockRows / 2
-          ? (fits ? launch_splits<kHeadDim, 2, kRing> : launch_splits<kHeadDim, 2, kSmallRing>)
-          : (fits ? launch_splits<kHeadDim, 1, kRing> : launch_splits<kHeadDim, 1, kSmallRing>);
+          ? (fits ? launch_splits<kHeadDim, 2, kLarge> : launch_splits<kHeadDim, 2, kSmall>)
+          : (fits && !few ? launch_splits<kHeadDim, 1, kLarge>
+                          : launch_splits<kHeadDim, 1, kSmall>);
   launch(split_params, queries * splits, stream);
 }
 

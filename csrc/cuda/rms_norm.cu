@@ -3,7 +3,8 @@
 // One block per row (blockIdx.x the token, .y the head), 16 bytes a thread and turn; the second
 // look at the row comes from L1. The sum of squares goes through a tree whose shape depends on n
 // alone: a row gives the same bits in any batch.
-#include "device.h"
+#include "async_copy.cuh"
+#include "launch.cuh"
 #include "ops.h"
 #include "vec.cuh"
 
@@ -38,22 +39,30 @@ __device__ void scale_row(__nv_bfloat16* out, const __nv_bfloat16* x, const __nv
   }
 }
 
+struct Params {
+  __nv_bfloat16* out;           // [T, heads, n]
+  const __nv_bfloat16* x;       // the same
+  const __nv_bfloat16* weight;  // [n]
+  int64_t n;
+  int64_t out_token_stride, out_head_stride, x_token_stride, x_head_stride;
+  float eps;
+};
+
 template <int kVec>
-__global__ void rms_norm_kernel(__nv_bfloat16* out, const __nv_bfloat16* x,
-                                const __nv_bfloat16* weight, int64_t n, int64_t out_token_stride,
-                                int64_t out_head_stride, int64_t x_token_stride,
-                                int64_t x_head_stride, float eps) {
+__global__ void rms_norm_kernel(const __grid_constant__ Params p) {
+  let_next_kernel_start();
+  wait_for_previous_kernels();
   const int64_t t = blockIdx.x, h = blockIdx.y;
-  const __nv_bfloat16* row = x + t * x_token_stride + h * x_head_stride;
+  const __nv_bfloat16* row = p.x + t * p.x_token_stride + h * p.x_head_stride;
   float sum = 0.0f;
-  for (int64_t i = threadIdx.x * kVec; i < n; i += blockDim.x * kVec) {
+  for (int64_t i = threadIdx.x * kVec; i < p.n; i += blockDim.x * kVec) {
     float v[kVec];
     load(v, row + i);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum += v[j] * v[j];
   }
-  scale_row<kVec>(out + t * out_token_stride + h * out_head_stride, row, weight, n, block_sum(sum),
-                  eps);
+  scale_row<kVec>(p.out + t * p.out_token_stride + h * p.out_head_stride, row, p.weight, p.n,
+                  block_sum(sum), p.eps);
 }
 
 }  // namespace
@@ -64,12 +73,17 @@ void rms_norm(const Tensor& out, const Tensor& x, const Tensor& weight, float ep
   const int64_t heads = per_head ? x.shape[1] : 1, n = x.shape[x.ndim - 1];
   const bool vec = vectorizable(n, {&out, &x, &weight});
   const auto kernel = vec ? rms_norm_kernel<8> : rms_norm_kernel<1>;
+  const Params p{out.ptr<__nv_bfloat16>(),
+                 x.ptr<__nv_bfloat16>(),
+                 weight.ptr<__nv_bfloat16>(),
+                 n,
+                 out.strides[0],
+                 per_head ? out.strides[1] : 0,
+                 x.strides[0],
+                 per_head ? x.strides[1] : 0,
+                 eps};
   const dim3 grid(static_cast<unsigned>(x.shape[0]), static_cast<unsigned>(heads));
-  kernel<<<grid, threads_for(n, vec ? 8 : 1), 0, stream>>>(
-      out.ptr<__nv_bfloat16>(), x.ptr<__nv_bfloat16>(), weight.ptr<__nv_bfloat16>(), n,
-      out.strides[0], per_head ? out.strides[1] : 0, x.strides[0], per_head ? x.strides[1] : 0,
-      eps);
-  check_launch("rms_norm");
+  launch_early("rms_norm", kernel, grid, threads_for(n, vec ? 8 : 1), 0, stream, p);
 }
 
 }  // namespace tinyvllm::cuda

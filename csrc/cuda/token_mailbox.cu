@@ -15,20 +15,22 @@ namespace {
 constexpr int kThreads = 256;
 
 struct Params {
-  volatile uint64_t* words;  // [num_stages, max_rows]
+  volatile uint64_t* words;  // [num_rows, max_tokens]
   uint32_t* num_steps;
-  const int32_t* token_ids;  // [num_rows]
-  int64_t num_rows, max_rows;
-  uint32_t num_stages;
+  const int32_t* token_ids;  // [num_tokens]
+  int64_t num_tokens, max_tokens;
+  uint32_t num_rows;
+  bool after_copies;
 };
 
 // One block. A step without tokens says with its first word that it is over.
-__global__ void publish_kernel(const __grid_constant__ Params p) {
+__global__ void publish_tokens_kernel(const __grid_constant__ Params p) {
   wait_for_previous_kernels();
+  if (p.after_copies) __threadfence_system();
   const uint32_t step = *p.num_steps + 1;
-  volatile uint64_t* row = p.words + (step % p.num_stages) * p.max_rows;
-  for (int64_t i = threadIdx.x; i < p.num_rows || i == 0; i += kThreads) {
-    const uint32_t token = i < p.num_rows ? static_cast<uint32_t>(p.token_ids[i]) : 0;
+  volatile uint64_t* row = p.words + step % p.num_rows * p.max_tokens;
+  for (int64_t i = threadIdx.x; i < p.num_tokens || i == 0; i += kThreads) {
+    const uint32_t token = i < p.num_tokens ? static_cast<uint32_t>(p.token_ids[i]) : 0;
     row[i] = static_cast<uint64_t>(step) << 32 | token;
   }
   __syncthreads();  // everyone has read the number
@@ -50,45 +52,33 @@ void pause() {
 
 }  // namespace
 
-TokenMailbox::TokenMailbox(int64_t max_rows, int num_stages)
-    : max_rows_(max_rows), num_stages_(num_stages) {
-  const size_t bytes = sizeof(uint64_t) * max_rows * num_stages;
-  check(cudaHostAlloc(reinterpret_cast<void**>(&words_), bytes, cudaHostAllocMapped));
-  const cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&num_steps_), sizeof(uint32_t));
-  if (error != cudaSuccess) cudaFreeHost(words_);
-  check(error);
-  for (int64_t i = 0; i < max_rows * num_stages; ++i) words_[i] = 0;
-  check(cudaMemset(num_steps_, 0, sizeof(uint32_t)));
-}
-
-TokenMailbox::~TokenMailbox() {
-  cudaFree(num_steps_);  // waits for the kernels that use it
-  cudaFreeHost(words_);
-}
-
-void TokenMailbox::publish(const Tensor& token_ids, Stream stream) {
-  void* words = nullptr;
-  check(cudaHostGetDevicePointer(&words, words_, 0));
-  const Params p{static_cast<uint64_t*>(words),
-                 num_steps_,
+void publish_tokens(const Tensor& words, const Tensor& num_steps, const Tensor& token_ids,
+                    bool after_copies, Stream stream) {
+  void* mapped = nullptr;
+  check(cudaHostGetDevicePointer(&mapped, words.data, 0));
+  const Params p{static_cast<uint64_t*>(mapped),
+                 num_steps.ptr<uint32_t>(),
                  token_ids.ptr<int32_t>(),
                  token_ids.shape[0],
-                 max_rows_,
-                 static_cast<uint32_t>(num_stages_)};
-  launch_early("publish", publish_kernel, dim3(1), kThreads, 0, stream, p);
+                 words.shape[1],
+                 static_cast<uint32_t>(words.shape[0]),
+                 after_copies};
+  launch_early("publish_tokens", publish_tokens_kernel, dim3(1), kThreads, 0, stream, p);
 }
 
-std::vector<int32_t> TokenMailbox::wait(uint32_t step, int64_t count, Stream stream) const {
+std::vector<int32_t> wait_for_tokens(const Tensor& words, uint32_t step, int64_t count,
+                                     Stream stream) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kPatience = std::chrono::milliseconds(2);
-  const uint64_t* row = words_ + (step % num_stages_) * max_rows_;
+  const auto num_rows = static_cast<uint32_t>(words.shape[0]);
+  uint64_t* row = words.ptr<uint64_t>() + step % num_rows * words.shape[1];
   const auto load = [row](int64_t i) {
-    return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(row[i])).load(std::memory_order_acquire);
+    return std::atomic_ref<uint64_t>(row[i]).load(std::memory_order_acquire);
   };
   const auto is_there = [&](int64_t i) { return load(i) >> 32 == step; };
   std::vector<int32_t> tokens(count);
   auto look_at = Clock::now() + kPatience;
-  int num_looks = 0;
+  unsigned num_looks = 0;
   for (int64_t i = 0; i < count || i == 0; ++i) {
     while (!is_there(i)) {
       pause();

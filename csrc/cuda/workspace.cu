@@ -49,8 +49,10 @@ const Workspace& workspace() {
   check(cudaMalloc(&made.scratch, Workspace::kBytes), "could not allocate 65 MiB");
   made.counters =
       reinterpret_cast<uint32_t*>(static_cast<char*>(made.scratch) + Workspace::kScratchBytes);
-  check(cudaMemset(made.counters, 0, Workspace::kBytes - Workspace::kScratchBytes), "cudaMemset");
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  // On a stream of its own, and no wait for the device: another thread may capture a graph now.
+  const size_t num_bytes = Workspace::kBytes - Workspace::kScratchBytes;
+  check(cudaMemsetAsync(made.counters, 0, num_bytes, cudaStreamPerThread), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(cudaStreamPerThread), "cudaStreamSynchronize");
   return t_workspaces.of_device.emplace(device, made).first->second;
 }
 

@@ -5,6 +5,7 @@ The rest of tests/engine runs on the GPU too where there is one: it is the defau
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -17,6 +18,7 @@ import torch
 from support.tiny_models import ARCHITECTURES, make_tiny_model
 
 from tinyvllm import _C, LLM, AsyncEngine, ConfigError, NotSupportedError, SamplingParams
+from tinyvllm.cuda_steps import CudaSteps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,8 +155,10 @@ def test_every_architecture(tmp_path: Path, name: str) -> None:
         with pytest.raises(NotSupportedError, match="head_dim 32"):
             LLM(model_dir, device="cuda")
         return
-    with LLM(model_dir, device="cuda", num_blocks=500) as llm:
-        outputs = llm.generate(random_prompts(20, 1, 90), greedy(24))
+    prompts = random_prompts(20, 1, 90)
+    with LLM(model_dir, device="cuda", num_blocks=500, enable_prefix_caching=False) as llm:
+        outputs = llm.generate(prompts, greedy(24))
+        outputs += [llm.generate([prompt], greedy(24))[0] for prompt in prompts]
     check_greedy(model_dir, outputs)
 
 
@@ -210,6 +214,57 @@ async def test_ten_thousand_steps_under_pressure(tiny_model_dir: Path) -> None:
         stats = engine.stats()
         assert stats.num_preemptions > 100
         print(f"{stats.num_steps} steps, {stats.num_preemptions} preemptions")
+
+
+def test_engines_that_start_at_once(tiny_model_dir: Path) -> None:
+    """On one GPU: each captures its graphs while others load, run and close."""
+    prompts = random_prompts(20, 1, 90)
+    sizes = {"num_blocks": 500, "max_num_seqs": 16, "max_num_batched_tokens": 16}
+    with LLM(tiny_model_dir, device="cuda", **sizes) as llm:
+        want = [output.token_ids for output in llm.generate(prompts, greedy(40))]
+    found: list[list[list[int]]] = []
+
+    def run() -> None:
+        for _ in range(4):
+            with LLM(tiny_model_dir, device="cuda", **sizes) as llm:
+                outputs = llm.generate(prompts, greedy(40))
+                found.append([output.token_ids for output in outputs])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [want] * 16
+
+
+def test_a_start_that_fails_while_it_captures(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for the garbage collector, however long the error is kept."""
+    before, num_calls = torch.cuda.memory_allocated(), 0
+    capture = CudaSteps._capture
+
+    def fail_late(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 6:
+            raise RuntimeError("injected")
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(CudaSteps, "_capture", fail_late)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="injected") as caught:
+            LLM(tiny_model_dir, device="cuda", num_blocks=500)
+        left = torch.cuda.memory_allocated() - before
+    finally:
+        gc.enable()
+    assert left == 0, caught.value
+    monkeypatch.undo()
+    with LLM(tiny_model_dir, device="cuda", num_blocks=500) as llm:
+        assert len(llm.generate([[5, 6]], greedy(4))[0].token_ids) == 4
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

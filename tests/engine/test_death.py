@@ -169,3 +169,36 @@ async def test_a_step_whose_draw_waits_goes_down_with_the_engine(
                     pass
             assert caught.value.__cause__ is bomb.error
     await engine.aclose()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {}), ("trio", {})], ids=["asyncio", "trio"])
+@pytest.mark.parametrize("dies", [False, True], ids=["closed", "died"])
+async def test_a_device_that_refuses_to_be_released(
+    make_engine: MakeEngine,
+    prompts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dies: bool,
+) -> None:
+    """As after a fault of a GPU: the end comes all the same, and says what happened first."""
+    engine = make_engine()
+    await engine.start()
+    core = engine._engine
+    assert core is not None
+    close = core._runner.close
+
+    def refuse() -> None:
+        close()
+        raise RuntimeError("the device has failed")
+
+    core._runner.close = refuse  # type: ignore[method-assign]
+    with anyio.fail_after(20):
+        if dies:
+            bomb = arm(core, "result", monkeypatch)
+            with pytest.raises(EngineDeadError, match="injected") as caught:
+                await engine.generate(prompts[1], ENDLESS).text()
+            assert caught.value.__cause__ is bomb.error
+        await engine.aclose()
+    assert core.stopped.is_set()
+    assert "releasing the model" in caplog.text

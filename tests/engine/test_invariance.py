@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from support.engine_helpers import settled
+from support.engine_helpers import ONE_ORDER, settled
 
-from tinyvllm import _C, AsyncEngine, SamplingParams
+from tinyvllm import AsyncEngine, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
 
     MakeEngine = Callable[..., AsyncEngine]
 
-# A CPU's ops compute a row alike in every step; a GPU's in steps of at most 16 tokens, while larger
-# ones take kernels that sum in another order (test_cuda_engine.py counts what comes of that).
-ONE_ORDER: dict[str, Any] = {}
-if _C.has_cuda and torch.cuda.is_available():
-    ONE_ORDER = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
 COLUMNS: dict[str, dict[str, Any]] = {
     "reference-float32": {"ops": "reference", "dtype": "float32"},
     "native-bfloat16": ONE_ORDER,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.engine_helpers import GREEDY
+from support.engine_helpers import GREEDY, ONE_ORDER
 
 from tinyvllm import LLM, AsyncEngine, SamplingParams
 
@@ -74,7 +74,9 @@ def test_greedy_float32_equals_transformers(smollm2_dir: Path) -> None:
 @pytest.mark.anyio
 async def test_a_real_chat_streams(smollm2_dir: Path) -> None:
     async with AsyncEngine(smollm2_dir, num_blocks=256) as engine:
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        # Every token of its answer leads by 1.7 or more: bfloat16, on whatever device, moves none.
+        text = "Complete the sentence: The capital of France is"
+        messages = [{"role": "user", "content": text}]
         stream = engine.chat(messages, temperature=0.0, max_tokens=64)
         tokens = [token async for token in stream]
         assert "Paris" in "".join(tokens)
@@ -87,7 +89,8 @@ async def test_a_real_chat_streams(smollm2_dir: Path) -> None:
 @pytest.mark.slow
 def test_native_tokens_are_the_same_in_any_company(smollm2_dir: Path) -> None:
     params = SamplingParams(**{**_fields(GREEDY), "max_tokens": 24})
-    with LLM(smollm2_dir, num_blocks=512, max_num_batched_tokens=64) as llm:
+    config = {"num_blocks": 512, "max_num_batched_tokens": 64, **ONE_ORDER}
+    with LLM(smollm2_dir, **config) as llm:
         crowd = llm.generate(PROMPTS[:10], params)
         alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS[:10]]
     assert [o.token_ids for o in crowd] == [o.token_ids for o in alone]

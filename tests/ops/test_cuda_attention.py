@@ -202,6 +202,29 @@ def test_company_changes_no_bit_of_a_decode(head_dim: int, block_size: int, wind
         assert_bitwise_equal(alone, together[s : s + 1], f"sequence {s} of {lens[s]}")
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (16, 1)], ids=str)
+def test_number_of_sequences_changes_no_bit(heads: tuple[int, int]) -> None:
+    """Up to 16 sequences go another way than more; tables much wider than the lengths."""
+    lens = [100, 64, 1, 513, 300, 2000, 65, 16, 0, 17, 256, 1025, 700, 128, 63, 512, 33, 900]
+    kv = random_kv(lens, heads[1], 64, 16)
+    wide = F.pad(kv.block_tables, (0, 300), value=-7)
+    q = random_rows(len(lens), heads[0], 64, seed=9)
+
+    def attend_first(seqs: int, begin: int = 0) -> torch.Tensor:
+        these = slice(begin, begin + seqs)
+        own = PagedKV(kv.keys, kv.values, kv.k_cache, kv.v_cache, wide[these])
+        return attend(own, q[these], [1] * seqs, lens[these])
+
+    together = attend_first(len(lens))
+    ones = [1] * len(lens)
+    exact = torch_attention(kv, q, ones, lens, 0, torch.float64)
+    assert_within_rule(together, exact, torch_attention(kv, q, ones, lens, 0, BF16))
+    for seqs in (2, 8, 16, 17):
+        assert_bitwise_equal(attend_first(seqs), together[:seqs], f"{seqs} sequences")
+    for s in range(len(lens)):
+        assert_bitwise_equal(attend_first(1, s), together[s : s + 1], f"{lens[s]} keys alone")
+
+
 def test_a_captured_graph_follows_the_lengths() -> None:
     """Lengths and numbers of queries are read at replay, whatever they were at capture."""
     kv = random_kv([900] * 5, 2, 64, 16)

@@ -30,8 +30,8 @@ DEVICE = "cuda"
 # (N, K): K in two halves and in one piece, halves of unlike length, odd sizes, and rows of x that
 # the tensor copies cannot take.
 SHAPES = [(2048, 2048), (3072, 2048), (8192, 1024), (100, 8192), (520, 1160), (333, 1000), (96, 61)]
-# Around the tiles' 64 and 128 tokens, and enough for the largest.
-TOKENS = [17, 31, 64, 65, 100, 128, 200, 257, 1030]
+# Around the tiles' 64, 128, 192 and twice 128 tokens, and enough for several of the largest.
+TOKENS = [17, 31, 64, 65, 100, 128, 150, 192, 200, 257, 320, 520, 1030]
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_tokens(
 
 @pytest.mark.parametrize("op", FUSED_LINEARS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("t", [17, 130, 600])
+@pytest.mark.parametrize("t", [17, 130, 190, 600])
 def test_fused_linears_are_within_the_tolerance(op: str, n: int, k: int, t: int) -> None:
     case = FusedLinear.make(op, t, n, k, with_bias=True, device=DEVICE)
     exact = case.float().run(reference, case.weight)
@@ -67,8 +67,24 @@ def test_fused_linears_are_within_the_tolerance(op: str, n: int, k: int, t: int)
     assert_within_rule(actual, exact, case.torch_result(), f"T={t}")
 
 
+@pytest.mark.parametrize("op", FUSED_LINEARS)
+# (2048, 4096): K in two halves, summed by one block. (8192, 1024): K in one piece.
+@pytest.mark.parametrize(("n", "k"), [(2048, 4096), (8192, 1024)])
+def test_thousands_of_tokens(op: str, n: int, k: int) -> None:
+    """More tiles than multiprocessors: blocks go from one to the next."""
+    case = FusedLinear.make(op, 8192, n, k, with_bias=True, device=DEVICE)
+    packed = case.pack(native)
+    whole = case.run(native, packed)
+    exact = case.float().run(reference, case.weight)
+    assert_within_rule(whole, exact, case.torch_result(), "T=8192")
+    for size in (17, 64, 128, 192, 256, 1024, 2048, 4000):
+        for rows in (slice(size), slice(3000, 3000 + size), slice(-size, None)):
+            part = case.run(native, packed, rows)
+            assert_bitwise_equal(part, whole[rows], f"T={size}, {rows}")
+
+
 @pytest.mark.parametrize("offset", [0, 3, 8], ids=lambda offset: f"offset_{offset}")
-@pytest.mark.parametrize("t", [17, 130])
+@pytest.mark.parametrize("t", [17, 130, 1030])
 def test_strided_rows_give_the_same_bits_and_neighbours_are_left_alone(t: int, offset: int) -> None:
     """With an offset of 3 no row of x begins at a multiple of 16 bytes: the other kernel runs."""
     packed = native.pack_linear(random(200, 1032, seed=1))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tinyvllm import AsyncEngine, SamplingParams
+import torch
+
+from tinyvllm import _C, AsyncEngine, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
+
+# A CPU's ops compute a row alike in every step; a GPU's in steps of at most 16 tokens, while larger
+# ones take kernels that sum in another order (test_cuda_engine.py counts what comes of that).
+ONE_ORDER: dict[str, Any] = {}
+if _C.has_cuda and torch.cuda.is_available():
+    ONE_ORDER = {"max_num_batched_tokens": 16, "max_num_seqs": 16}
 
 
 async def settled(engine: AsyncEngine) -> None:
