@@ -101,7 +101,7 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.deps: pyproject.toml constraints.txt $(VENV)/.python
-	@$(call install,core build)
+	@$(call install,core gateway build)
 	@touch $@
 
 $(VENV)/.deps-%: $(VENV)/.deps

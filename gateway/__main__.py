@@ -131,6 +131,13 @@ async def _serve(
             gc.set_threshold(20_000, 20, 20)
             print(gateway.url, flush=True)
             await stop.wait()
+            if count := len(gateway.responses.live):
+                print(
+                    f"waiting up to {args.drain_seconds:g} s for {count} running "
+                    f"response{'s' if count > 1 else ''}; Ctrl-C again stops at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if not await _unless(stop_now, gateway.drain(args.drain_seconds)):
                 gateway.abort()
     finally:

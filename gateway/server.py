@@ -354,13 +354,12 @@ class Gateway:
         )
 
     def _models(self) -> web.Reply:
-        config = self.engine.config
         details = {
             "max_model_len": self._max_model_len,
             "sampling_defaults": self.responses.sampling_defaults,
             "resume_seconds": self.limits.resume_seconds,
-            "max_num_seqs": config.max_num_seqs,
-            "block_size": config.block_size,
+            "max_num_seqs": self.engine.stats().max_num_seqs,
+            "block_size": self.engine.config.block_size,
         }
         return web.models_reply(self.engine.model_name, self._created, details)
 

@@ -211,7 +211,7 @@ class AsyncEngine:
         message that is wrong, `ChatTemplateError` when there is no template or it refuses them.
         """
         engine = self._running()
-        if isinstance(messages, Iterable) and not isinstance(messages, str):
+        if isinstance(messages, Iterable) and not isinstance(messages, str | Mapping):
             messages = list(messages)
         if not isinstance(messages, list) or not all(hasattr(m, "keys") for m in messages):
             raise InvalidParameterError(
@@ -361,6 +361,8 @@ def check_ids(prompt: Iterable[int], vocab_size: int) -> list[int]:
     """`prompt` as a list of plain ints. Raises `InvalidParameterError` unless all are token ids."""
     items = prompt
     try:
+        if isinstance(prompt, bytes | bytearray | memoryview):  # a sequence of ints, but no ids
+            raise TypeError("bytes")
         items = ids = list(prompt)
         if set(map(type, ids)) - {int}:
             if any(isinstance(i, bool) for i in ids):
@@ -397,6 +399,8 @@ def _check_seconds(name: str, value: object) -> float:
 def _prompt_hint(prompt: object, items: object) -> str:
     """What the caller may have meant by a prompt that holds no ids."""
     first = items[0] if isinstance(items, list) and items else None
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        return "; decode it to text"
     if isinstance(prompt, Mapping) or isinstance(first, Mapping):
         return "; for messages use chat()"
     if isinstance(first, str | list | tuple):

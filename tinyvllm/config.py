@@ -90,8 +90,9 @@ class EngineConfig:
             )
             if value is None and optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be an integer >= 1; got {value!r}", param=name)
+            low = 2 if name == "max_model_len" else 1  # a prompt's token and one to draw
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name} must be an integer >= {low}; got {value!r}", param=name)
         if not isinstance(self.block_size, int) or self.block_size not in (16, 32):
             raise ConfigError(
                 f"block_size must be 16 or 32; got {self.block_size!r}", param="block_size"

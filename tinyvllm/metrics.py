@@ -172,7 +172,7 @@ def render(found: Iterable[Family]) -> str:
 
 
 class EngineCollector:
-    """An engine's metrics for prometheus_client (`pip install "tinyvllm[metrics]"`):
+    """An engine's metrics for prometheus_client (`pip install prometheus_client`):
 
         registry.register(EngineCollector(engine))
 

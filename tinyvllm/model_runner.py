@@ -657,7 +657,9 @@ def _no_cuda_reason() -> str:
     except ImportError:
         return "the compiled extension is missing"
     if not _C.has_cuda:
-        return "this tinyvllm was built without CUDA (reinstall it with nvcc on PATH)"
+        return (
+            "this tinyvllm was built without CUDA (build it again with TINYVLLM_CUDA=ON and nvcc)"
+        )
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build"
     return "no GPU, or no driver, was found"

@@ -75,7 +75,7 @@ class SamplingParams:
     drawn is the last of their tokens, where the others precede it."""
     json_schema: str | None = None
     """The text follows this JSON schema, given as JSON text or as a mapping. Like `regex` and
-    `grammar`, of which a request has one at most, it needs `pip install "tinyvllm[structured]"`."""
+    `grammar`, of which a request has one at most, it needs `pip install llguidance`."""
     regex: str | None = None
     """The whole text matches this regular expression (no look-around, no back references)."""
     grammar: str | None = None

@@ -372,6 +372,7 @@ class StreamState:
         if self.finished or self.aborted:
             return
         self.aborted = True
+        self.time_ended = time.perf_counter()
         self.mailbox.put(("abort", self))
         self.wake_reader()
 
@@ -388,7 +389,8 @@ class StreamState:
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """Engine side: no further token will come. The caller wakes the waiter."""
-        self.time_ended = time.perf_counter()
+        if self.time_ended is None:  # else it was when the request was aborted
+            self.time_ended = time.perf_counter()
         self.error = error
         self.finish_reason = reason
         self.sequences = ()  # they know this object: a cycle

@@ -4,7 +4,7 @@
      any thread, once a request                     ▲____________________________________│
 
 llguidance does the parsing; a mask costs it tens of microseconds. It is an optional extra, imported
-at the first request that needs it: `pip install "tinyvllm[structured]"`.
+at the first request that needs it: `pip install llguidance`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class GrammarCompiler:
             from llguidance import LLMatcher
         except ImportError as error:
             raise NotSupportedError(
-                f'{name} needs llguidance: pip install "tinyvllm[structured]" ({error})', param=name
+                f"{name} needs llguidance: pip install llguidance ({error})", param=name
             ) from error
         if self._vocabulary is None:
             self._vocabulary = self._load_vocabulary(name)

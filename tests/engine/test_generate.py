@@ -255,6 +255,8 @@ async def test_priority(make_engine: MakeEngine, prompts: Any) -> None:
         ([{"role": "user"}], {}, InvalidParameterError, r"for messages use chat\(\)"),
         ({"role": "user"}, {}, InvalidParameterError, r"for messages use chat\(\)"),
         ([1.0], {}, InvalidParameterError, "token ids"),
+        (b"Hello", {}, InvalidParameterError, "got b'Hello'; decode it to text"),
+        (bytearray(b"Hello"), {}, InvalidParameterError, "decode it to text"),
         (None, {}, InvalidParameterError, "token ids"),
         (7, {}, InvalidParameterError, "token ids"),
         ("x", {"temperature": -1}, InvalidParameterError, "temperature"),
@@ -302,6 +304,10 @@ async def test_chat(make_engine: MakeEngine) -> None:
             await engine.chat([], GREEDY).text()
         with pytest.raises(InvalidParameterError, match=r"messages must be a list .* got None$"):
             engine.chat(None)  # type: ignore[arg-type]
+        with pytest.raises(
+            InvalidParameterError, match=r"must be a list .* got \{'role': 'user'\}"
+        ):
+            engine.chat({"role": "user"})  # type: ignore[arg-type]
         assert await engine.chat(messages, GREEDY).text() == text
 
 

@@ -195,6 +195,8 @@ async def test_a_cancelled_start_leaves_nothing(
 def test_configuration_is_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="block_size"):
         AsyncEngine("x", block_size=7)
+    with pytest.raises(ConfigError, match="max_model_len must be an integer >= 2; got 1"):
+        AsyncEngine("m", max_model_len=1)
     with pytest.raises(ConfigError, match="no field 'max_seqs'"):
         AsyncEngine("x", max_seqs=7)
     with pytest.raises(ValueError, match="model must be"):

@@ -59,6 +59,19 @@ async def test_reading_to_the_end(
 
 
 @pytest.mark.anyio
+async def test_an_aborted_stream_knows_its_time_at_once(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate([5, 6, 7], temperature=0.0, ignore_eos=True, max_tokens=400)
+        await anext(stream)
+        assert stream.timings.total is None
+        stream.abort()
+        total = stream.timings.total
+        assert total is not None and total >= (stream.timings.time_to_first_token or 0.0) > 0.0
+        await settled(engine)
+        assert stream.finish_reason == "abort" and stream.timings.total == total
+
+
+@pytest.mark.anyio
 async def test_runs_before_it_is_read(make_engine: MakeEngine, prompts: list[list[int]]) -> None:
     async with make_engine() as engine:
         early = engine.generate(prompts[3], GREEDY)

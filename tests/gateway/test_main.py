@@ -96,7 +96,9 @@ def test_a_signal_ends_it_cleanly_under_load(number: signal.Signals) -> None:
     assert process.returncode == 0
     assert out == ""  # one line, the URL, and that was read
     assert "Traceback" not in err and "rror" not in err
-    assert err.splitlines()[-1].startswith("ready in ")
+    *_, ready, waiting = err.splitlines()
+    assert ready.startswith("ready in ")
+    assert waiting == "waiting up to 0.2 s for 1 running response; Ctrl-C again stops at once"
 
 
 def test_a_signal_while_loading_ends_it_cleanly() -> None:
