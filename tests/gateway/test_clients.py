@@ -122,7 +122,7 @@ class EchoGateway(Gateway):
 
 
 AUTOBAHN = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 import kosoku
 async def main():
     try:
@@ -131,7 +131,8 @@ async def main():
         return exc.results
 print(json.dumps([
     [r.case_id, r.behavior.value, r.behavior_close.value] for r in asyncio.run(main())
-]))
+]), flush=True)
+os._exit(0)  # the client's library, native code, aborts at times when the interpreter ends
 """
 
 

@@ -119,5 +119,5 @@ def test_make_fetches_nvcc_where_there_is_a_gpu_and_none(
     variables: list[str], nvcc: str, fetches: bool, tmp_path: Path
 ) -> None:
     said = make(tmp_path, *variables, CUDACXX=str(fake_nvcc(tmp_path / "nvcc", nvcc)))
-    assert "venv: core build (" in said
+    assert "venv: core gateway build (" in said
     assert ("venv: cuda (" in said) == fetches
