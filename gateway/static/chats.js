@@ -44,6 +44,12 @@ export class Chats extends EventTarget {
   #unsaved = new Set();
   #saveTimer = 0;
   #numOpened = 0;
+  /** @type {() => void} */
+  #setStarted = () => {};
+  /** @type {Promise<void>} */
+  #started = new Promise((resolve) => {
+    this.#setStarted = resolve;
+  });
 
   /**
    * @param {import("./client.js").ResponsesClient} client
@@ -71,10 +77,14 @@ export class Chats extends EventTarget {
 
   /** Read the list, and show a conversation if it exists. @param {string} id */
   async start(id) {
-    await this.#return();
-    this.list = await this.#store.conversations();
-    this.dispatchEvent(new Event("list"));
-    await this.open(id);
+    try {
+      await this.#return();
+      this.list = await this.#store.conversations();
+      this.dispatchEvent(new Event("list"));
+      await this.open(id);
+    } finally {
+      this.#setStarted();
+    }
   }
 
   /** Show a conversation; anything unknown shows a new one. @param {string | null} id */
@@ -147,7 +157,8 @@ export class Chats extends EventTarget {
 
   /** Ask, at the end of the branch that is shown. @param {string} text */
   ask(text) {
-    this.#ask(text, this.current?.leafId ?? null);
+    // Who types at once after a reload asks in the conversation that was shown before it.
+    void this.#started.then(() => this.#ask(text, this.current?.leafId ?? null));
   }
 
   /** Ask something else in a question's place. @param {Message} question @param {string} text */
@@ -431,10 +442,17 @@ export class Chats extends EventTarget {
 
   #leave() {
     this.#save();
-    const messages = [...this.#live.values()].map(({ message }) => message);
+    /** @type {Message[]} */
+    const messages = [];
+    for (const { message } of this.#live.values()) {
+      const question = this.#messages.get(message.parentId ?? "");
+      messages.push(...(question ? [question, message] : [message]));
+    }
     if (!messages.length) return;
+    const live = new Set(messages.map((message) => message.conversationId));
+    const conversations = this.list.filter(({ id }) => live.has(id));
     try {
-      sessionStorage.setItem(LEAVING_KEY, JSON.stringify(messages));
+      sessionStorage.setItem(LEAVING_KEY, JSON.stringify({ conversations, messages }));
     } catch {
       // Storage is blocked or full: the server tells again what was not written.
     }
@@ -442,9 +460,16 @@ export class Chats extends EventTarget {
 
   async #return() {
     try {
-      const left = JSON.parse(sessionStorage.getItem(LEAVING_KEY) ?? "[]");
+      const left = JSON.parse(sessionStorage.getItem(LEAVING_KEY) ?? "null");
       sessionStorage.removeItem(LEAVING_KEY);
-      if (left.length) await this.#store.putProgress(...left);
+      if (!left) return;
+      // A conversation that has just begun may not have been written when the page went.
+      const stored = new Map((await this.#store.conversations()).map((each) => [each.id, each]));
+      for (const conversation of left.conversations) {
+        const changedAt = stored.get(conversation.id)?.changedAt ?? 0;
+        if (changedAt < conversation.changedAt) await this.#store.putConversation(conversation);
+      }
+      await this.#store.putProgress(...left.messages);
     } catch {
       // Storage is blocked.
     }

@@ -115,6 +115,9 @@ async def text_of_answer(page: Page) -> str:
 async def ask(page: Page, text: str) -> None:
     await page.evaluate("document.getElementById('input').focus()")
     await page.type(text)
+    # After a reload an answer may still be on its way, and nothing is sent meanwhile.
+    await page.wait_for("!document.getElementById('send').disabled")
+    await is_idle(page)
     await page.press("Enter")
 
 
@@ -244,6 +247,27 @@ async def reload(page: Page) -> None:
     await page.wait_for(
         "!window.isOld && document.getElementById('connection')?.dataset.state === 'open'"
     )
+
+
+async def test_a_conversation_that_was_not_written_before_a_reload(
+    running: Harness, open_page: Callable[..., Awaitable[Page]]
+) -> None:
+    """The page goes while IndexedDB is still at it: nothing of it arrives there."""
+    page = await open_page()
+    await page.evaluate("IDBObjectStore.prototype.put = function () { return this.get('none'); }")
+    await ask(page, "a question that counts")
+    stream = await running.engine.next_stream()
+    stream.push("half ")
+    await page.wait_for(f"{LAST}.innerText.includes('half')")
+    await reload(page)
+    stream.push("and half")
+    stream.finish()
+    await page.wait_for(f"{LAST}?.innerText.includes('half and half')")
+    await is_idle(page)
+    await reload(page)
+    await page.wait_for(f"{LAST}?.innerText.includes('half and half')")
+    text = await page.evaluate("document.body.innerText")
+    assert text.count("a question that counts") >= 2  # said, and in the list
 
 
 async def test_errors_are_shown(
